@@ -1,0 +1,91 @@
+"""What can go wrong, as one tree. Catch `FactscopeError` for all of it.
+
+FactscopeError            a run failed (exit code 1)
+└── BadInput              what was asked for cannot be done as asked (exit code 2)
+    ├── BadFact           empty prompt, no place for the subject, a broken line in a facts file
+    │   ├── SubjectNotFound
+    │   └── PromptTooLong
+    ├── BadSetting        a flag or setting outside its range
+    ├── UnknownModel      no such short name, folder, file or hub id
+    ├── UnknownFamily     no row for this model family in `lm.arch.ARCHS`
+    ├── BadModelFile      a GGUF or checkpoint that cannot be read, or is not what its row says
+    ├── WrongHash         a download that is not the expected file
+    ├── NoNetwork         a download that could not be made
+    ├── BadRecord         a records file that cannot be read
+    └── WrongRun          an output folder that belongs to another run
+
+Each message says what was wrong, shows the value and names the next step; the command line
+prints it without a traceback.
+"""
+
+__all__ = [
+    "BadFact",
+    "BadInput",
+    "BadModelFile",
+    "BadRecord",
+    "BadSetting",
+    "FactscopeError",
+    "NoNetwork",
+    "PromptTooLong",
+    "SubjectNotFound",
+    "UnknownFamily",
+    "UnknownModel",
+    "WrongHash",
+    "WrongRun",
+]
+
+
+class FactscopeError(Exception):
+    """A run that failed."""
+
+    exit_code = 1
+
+
+class BadInput(FactscopeError):
+    """Something the user gave cannot be used as it is."""
+
+    exit_code = 2
+
+
+class BadFact(BadInput):
+    """A prompt or a fact that cannot be traced or edited."""
+
+
+class SubjectNotFound(BadFact):
+    """The subject does not occur in the prompt."""
+
+
+class PromptTooLong(BadFact):
+    """The prompt does not fit in the model's context."""
+
+
+class BadSetting(BadInput):
+    """A flag or setting outside its range."""
+
+
+class UnknownModel(BadInput):
+    """No such short name, folder, file or hub id."""
+
+
+class UnknownFamily(BadInput):
+    """A model family without a row in the table of architectures."""
+
+
+class BadModelFile(BadInput):
+    """A model file that cannot be read or does not hold what it should."""
+
+
+class WrongHash(BadInput):
+    """A file whose SHA-256 is not the expected one."""
+
+
+class NoNetwork(BadInput):
+    """A file that could not be fetched."""
+
+
+class BadRecord(BadInput):
+    """A records file that cannot be read."""
+
+
+class WrongRun(BadInput):
+    """An output folder that belongs to another run."""

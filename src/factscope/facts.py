@@ -1,0 +1,94 @@
+"""The paper's nouns: a fact is a subject, a prompt that asks for its object, and the object."""
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from factscope.errors import BadFact, SubjectNotFound
+
+__all__ = ["Fact"]
+
+PLACE = "{}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A knowledge tuple (s, r, o), with the relation put into words as a prompt."""
+
+    subject: str
+    prompt: str
+    """The words of the relation, with "{}" where the subject goes."""
+    target: str | None = None
+    """The object that the model should name, where it is known beforehand."""
+    id: str | None = None
+    """The fact's name in the file that it came from."""
+    relation: str | None = None
+    """The relation's name, for instance a Wikidata property."""
+
+    def __post_init__(self) -> None:
+        if not self.subject.strip():
+            raise BadFact("the subject is empty; give the words of the prompt that name it")
+        if self.prompt.count(PLACE) != 1:
+            raise BadFact(
+                f"the prompt {self.prompt!r} must have exactly one {PLACE!r}, where the subject goes"
+            )
+
+    @property
+    def text(self) -> str:
+        """The prompt as the model reads it."""
+        return self.prompt.replace(PLACE, self.subject)
+
+    @property
+    def subject_span(self) -> tuple[int, int]:
+        """The subject's characters in `text`, as [start, stop)."""
+        start = self.prompt.index(PLACE)
+        return start, start + len(self.subject)
+
+    @classmethod
+    def from_text(
+        cls, text: str, subject: str, occurrence: int | None = None, **fields: Any
+    ) -> "Fact":
+        """The fact of a prompt that already names its subject.
+
+        Where the subject occurs more than once the last occurrence is taken, or the one given
+        (counted from 1): see `occurrences`.
+        """
+        if not text.strip():
+            raise BadFact("the prompt is empty; give a text that leads up to the object")
+        starts = occurrences(text, subject)
+        if not starts:
+            raise SubjectNotFound(
+                f"the subject {subject!r} is not in the prompt {text!r}; "
+                f"did you mean {nearest_span(text, subject)!r}?"
+            )
+        chosen = len(starts) if occurrence is None else occurrence
+        if not 1 <= chosen <= len(starts):
+            raise BadFact(
+                f"the subject {subject!r} occurs {len(starts)} times in the prompt; "
+                f"occurrence {occurrence} does not exist"
+            )
+        start = starts[chosen - 1]
+        prompt = text[:start] + PLACE + text[start + len(subject) :]
+        return cls(subject=subject, prompt=prompt, **fields)
+
+
+def occurrences(text: str, subject: str) -> list[int]:
+    """Where the subject starts in the text: each place, first to last."""
+    if not subject:
+        return []
+    return [i for i in range(len(text)) if text.startswith(subject, i)]
+
+
+def nearest_span(text: str, subject: str) -> str:
+    """The run of words in the text that looks most like the subject."""
+    words = text.split()
+    spans = [
+        " ".join(words[i:j])
+        for i in range(len(words))
+        for j in range(i + 1, min(len(words), i + len(subject.split()) + 2) + 1)
+    ]
+
+    def likeness(span: str) -> float:
+        return difflib.SequenceMatcher(None, span.casefold(), subject.casefold()).ratio()
+
+    return max(spans, key=likeness)
