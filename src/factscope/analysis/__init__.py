@@ -1,0 +1,1 @@
+"""Records → numbers: average effects with their intervals. No torch."""

@@ -1,0 +1,1 @@
+"""Numbers → figures, tables and pages. Reads records, never a model. No torch."""

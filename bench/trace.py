@@ -1,0 +1,237 @@
+"""How fast is a causal trace? The reference algorithm and the engine, in one process.
+
+    python bench/trace.py --model smollm2-135m                        # a real prompt, on this machine
+    python bench/trace.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
+    python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --facts 32 --no-reference
+    python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
+
+The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code does
+(`factscope.tracing.plain`). Every cell costs it the same, so `--reference-cells N` times N cells,
+spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up. A `--shape`
+is a model with the given dimensions and random weights: time does not depend on their values.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
+
+from factscope.facts import Fact
+from factscope.lm.arch import arch_of
+from factscope.lm.model import LM
+from factscope.lm.tokens import Prompt, encode_fact
+from factscope.records import KINDS
+from factscope.tracing.corrupt import Corruption, Scale, draw
+from factscope.tracing.memory import Budget, parse_bytes
+from factscope.tracing.plain import Plain
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import Question, default_scale, trace_batch
+
+SHAPES = {
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
+    "gpt-neox-20b": (
+        "gpt_neox",
+        {
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+        },
+    ),
+}
+PROMPT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
+
+
+class NoTokenizer:
+    """Random weights have no words."""
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+
+def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
+    """A model of the given dimensions, with random weights, made where it will run."""
+    import transformers
+
+    family, dimensions = SHAPES[name]
+    config = transformers.AutoConfig.for_model(family, **dimensions)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.requires_grad_(False)
+    return LM(model=model, tokenizer=NoTokenizer(), arch=arch_of(model), name=name)
+
+
+def random_questions(lm: LM, n: int, tokens: int) -> list[Question]:
+    """Prompts of random tokens whose first four are the subject."""
+    rng = np.random.default_rng(0)
+    vocabulary = lm.embed.weight.shape[0]
+    return [
+        Question(
+            fact=Fact(subject=str(i), prompt="{}"),
+            prompt=Prompt(
+                ids=tuple(int(x) for x in rng.integers(vocabulary, size=tokens)),
+                offsets=((0, 0),) * tokens,
+                texts=("?",) * tokens,
+            ),
+            subject=(0, 4),
+            answer=0,
+            clean=0.0,
+            known=True,
+        )
+        for i in range(n)
+    ]
+
+
+@dataclass
+class Clock:
+    """Wall time of a call, everything on the device included."""
+
+    cuda: bool
+
+    def __call__(self, function: Callable[[], object]) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def cells(plain: Plain, n_layers: int, wanted: int | None) -> Iterator[tuple[int, int]]:
+    everything = [(t, layer) for t in range(plain.length) for layer in range(n_layers)]
+    step = 1 if wanted is None else max(1, len(everything) // wanted)
+    return islice(everything, step // 2, None, step)
+
+
+def reference(
+    lm: LM, q: Question, scale: Scale, settings: Tracing, wanted: int | None, clock: Clock
+) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
+    """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
+    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
+    noise = draw(settings.corruption, scale, q.fact, stop - start, lm.embed.weight.shape[1])
+    plain = Plain(lm, q.prompt.ids, (start, stop), noise, settings)
+    found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
+    for kind in KINDS:
+        values: dict[tuple[int, int], float] = {}
+        chosen = list(cells(plain, lm.n_layers, wanted))
+
+        def run(kind: str = kind, chosen: list = chosen, values: dict = values) -> None:
+            for t, layer in chosen:
+                values[t, layer] = plain.restored(kind, t, layer)
+
+        seconds = clock(run) * plain.length * lm.n_layers / len(chosen)
+        found[kind] = (seconds, values)
+    return found
+
+
+def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
+    """One fact: reference, ours, ratio for each kind."""
+    settings = Tracing(corruption=Corruption(samples=args.samples))
+    budget = Budget.of(lm, args.memory)
+    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
+    noise = draw(settings.corruption, scale, q.fact, stop - start, lm.embed.weight.shape[1])
+    q = replace(q, answer=Plain(lm, q.prompt.ids, (start, stop), noise, settings).answer)
+    slow = {} if args.no_reference else reference(
+        lm, q, scale, settings, args.reference_cells, clock
+    )  # fmt: skip
+    totals = [0.0, 0.0]
+    for kind in KINDS:
+        one = replace(settings, kinds=(kind,))
+        record = trace_batch(lm, [q], one, scale, budget)[0]
+        times = [clock(lambda: trace_batch(lm, [q], one, scale, budget)) for _ in range(args.repeat)]
+        ours = statistics.median(times)
+        if kind not in slow:
+            print(f"| {kind} | | {ours:.3f} | | |")
+            continue
+        seconds, values = slow[kind]
+        gap = max(abs(record.restored[kind][t][i] / p - 1) for (t, i), p in values.items())
+        totals = [totals[0] + seconds, totals[1] + ours]
+        print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {gap:.0e} |")
+    if slow:
+        together = statistics.median(
+            clock(lambda: trace_batch(lm, [q], settings, scale, budget)) for _ in range(args.repeat)
+        )
+        print(f"| all three | {totals[0]:.2f} | {together:.3f} | {totals[0] / together:.1f}× | |")
+
+
+def many(lm: LM, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
+    """Many facts in a batch: facts a second for all three kinds together."""
+    settings = Tracing(corruption=Corruption(samples=args.samples))
+    budget = Budget.of(lm, args.memory)
+    questions = random_questions(lm, args.facts, args.tokens)
+    size = budget.facts(lm, args.tokens, args.samples, kept=3)
+    batches = [questions[i : i + size] for i in range(0, len(questions), size)]
+    trace_batch(lm, batches[0][:1], settings, scale, budget)
+
+    def run() -> None:
+        for batch in batches:
+            trace_batch(lm, batch, settings, scale, budget)
+
+    seconds = clock(run)
+    print(
+        f"\n{args.facts} facts in batches of {size}, three kinds: {seconds:.1f} s, "
+        f"{args.facts / seconds:.2f} facts a second"
+    )
+
+
+def bench(dtype: str, args: argparse.Namespace) -> None:
+    device = torch.device(args.device)
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    weights = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    if args.shape:
+        lm = shaped(args.shape, args.device, weights)
+        question, scale = random_questions(lm, 1, args.tokens)[0], Scale(sigma=0.02)
+    else:
+        from factscope.lm.load import load
+
+        lm = load(args.model, device=args.device, dtype=dtype)
+        prompt, subject = encode_fact(lm, PROMPT)
+        scale = default_scale(lm, Corruption(), [PROMPT])
+        question = Question(
+            fact=PROMPT, prompt=prompt, subject=subject, answer=0, clean=0.0, known=True
+        )
+    clock = Clock(device.type == "cuda")
+    if clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    print(f"\n**{lm.name}, {dtype}**, {len(question.prompt)} tokens, {args.samples} samples\n")
+    print("| kind | reference, s | factscope, s | ratio | largest relative difference |")
+    print("|---|---|---|---|---|")
+    compare(lm, question, scale, args, clock)
+    if args.facts:
+        many(lm, scale, args, clock)
+    if clock.cuda:
+        peak, model = torch.cuda.max_memory_allocated(), sum(
+            p.numel() * p.element_size() for p in lm.model.parameters()
+        )  # fmt: skip
+        print(f"\npeak memory {peak / 2**30:.1f} GiB, of which the model {model / 2**30:.1f} GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=10)
+    parser.add_argument("--facts", type=int, default=0, help="also trace this many in batches")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--memory", type=parse_bytes)
+    parser.add_argument("--no-reference", action="store_true")
+    parser.add_argument("--reference-cells", type=int, help="time this many cells and multiply")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    for dtype in args.dtype:
+        bench(dtype, args)
+
+
+if __name__ == "__main__":
+    main()

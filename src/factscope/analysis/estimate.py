@@ -1,0 +1,95 @@
+"""A mean with its 95 % confidence interval: how every average of this package is stated."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+__all__ = ["Estimate", "Estimates", "column_estimates", "estimate"]
+
+Z95 = 1.96
+"""Half the width of a normal distribution's central 95 %, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and half the width of its 95 % interval.
+
+    The half width is NaN where the interval is unknown, that is for fewer than two values; the
+    mean is NaN where there is no value at all. Such an interval excludes nothing.
+    """
+
+    mean: float
+    half_width: float
+    n: int
+
+    @property
+    def low(self) -> float:
+        """The interval's lower end."""
+        return self.mean - self.half_width
+
+    @property
+    def high(self) -> float:
+        """The interval's upper end."""
+        return self.mean + self.half_width
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the whole interval lies above zero, or below."""
+        return self.low > 0 or self.high < 0
+
+    def exceeds(self, other: "Estimate") -> bool:
+        """Whether this interval lies above the other, without overlap."""
+        return self.low > other.high
+
+    @property
+    def percent(self) -> str:
+        """The interval in percent, without the count: "18.6 ± 0.9 %"."""
+        if math.isnan(self.mean):
+            return "–"
+        width = "" if math.isnan(self.half_width) else f" ± {100 * self.half_width:.1f}"
+        return f"{100 * self.mean:.1f}{width} %"
+
+    def __str__(self) -> str:
+        """The interval in percent with its count: "18.6 ± 0.9 % (n=1000)"."""
+        return f"{self.percent} (n={self.n})"
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """One estimate for each layer."""
+
+    mean: Float[np.ndarray, " layers"]
+    half_width: Float[np.ndarray, " layers"]
+    n: Integer[np.ndarray, " layers"]
+
+    def __len__(self) -> int:
+        """How many layers there are."""
+        return len(self.mean)
+
+    def __getitem__(self, layer: int) -> Estimate:
+        """The estimate of one layer."""
+        return Estimate(float(self.mean[layer]), float(self.half_width[layer]), int(self.n[layer]))
+
+
+def estimate(values: Iterable[float], ddof: int = 1) -> Estimate:
+    """Mean ± 1.96·σ/√N. What is NaN does not count.
+
+    σ is the sample's standard deviation (`ddof=1`), which needs two values: for fewer the half
+    width is NaN.
+    """
+    column = np.array(list(values), dtype=float).reshape(-1, 1)
+    return column_estimates(column, ddof)[0]
+
+
+def column_estimates(values: Float[np.ndarray, "values layers"], ddof: int = 1) -> Estimates:
+    """The estimate of each column; a NaN is a cell that was not measured and does not count."""
+    measured = ~np.isnan(values)
+    n = measured.sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(measured, values, 0.0).sum(axis=0) / n
+        squares = np.where(measured, (values - mean) ** 2, 0.0).sum(axis=0)
+        variance = np.where(n > 1, squares / np.maximum(n - ddof, 1), np.nan)
+        return Estimates(mean, Z95 * np.sqrt(variance / n), n)

@@ -1,0 +1,200 @@
+"""The table of model families: where each keeps its embedding, blocks, MLP and head.
+
+A family is a row, never a branch. Two names of a row carry the method: the *output weights* of
+the attention and of the MLP. What such a module returns is what the paper calls the
+contribution a or m of its layer; the MLP's is the W_proj that ROME rewrites. Naming the
+output weight rather than the module around it also settles what differs between families:
+some modules return tuples, BLOOM's add the residual themselves.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from factscope.errors import BadModelFile, UnknownFamily
+
+if TYPE_CHECKING:
+    from factscope.lm.load import LM
+
+__all__ = ["ARCHS", "Arch", "arch_of", "check"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arch:
+    """One family's names."""
+
+    embed: str
+    """Token embedding; its output is what a corrupted run disturbs."""
+    blocks: str
+    """The list of transformer blocks."""
+    attn_out: str
+    """Within a block, the attention's output weight: it returns the contribution a."""
+    mlp_out: str
+    """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
+    decode: tuple[str, ...]
+    """What leads from the last state to the logits; a name that the model lacks is passed over."""
+    transposed: bool = False
+    """Whether `mlp_out` stores W as (key, value), as GPT-2's Conv1D does."""
+    needs_bos: bool = False
+    """Whether a prompt must begin with BOS even if the tokenizer forgets it, as some GGUF do."""
+    packs: bool = True
+    """Whether attention goes by the given mask and positions alone, so that several stretches of
+    a prompt can share one row. GPT-Neo also masks by a key's index in the row."""
+
+
+def _llama(*, needs_bos: bool = False) -> Arch:
+    """The names that LLaMA introduced and most later families kept."""
+    return Arch(
+        embed="model.embed_tokens",
+        blocks="model.layers",
+        attn_out="self_attn.o_proj",
+        mlp_out="mlp.down_proj",
+        decode=("model.norm", "lm_head"),
+        needs_bos=needs_bos,
+    )
+
+
+def _transformer(attn_out: str, mlp_out: str, **fields: bool) -> Arch:
+    """The names of GPT-2 and what grew from it."""
+    return Arch(
+        embed="transformer.wte",
+        blocks="transformer.h",
+        attn_out=attn_out,
+        mlp_out=mlp_out,
+        decode=("transformer.ln_f", "lm_head"),
+        **fields,
+    )
+
+
+def _bigscience() -> Arch:
+    """BLOOM's names, which Falcon shares."""
+    return Arch(
+        embed="transformer.word_embeddings",
+        blocks="transformer.h",
+        attn_out="self_attention.dense",
+        mlp_out="mlp.dense_4h_to_h",
+        decode=("transformer.ln_f", "lm_head"),
+    )
+
+
+ARCHS: dict[str, Arch] = {
+    "bloom": _bigscience(),
+    "falcon": _bigscience(),
+    "gemma": _llama(needs_bos=True),
+    "gemma2": _llama(needs_bos=True),
+    "gemma3_text": _llama(needs_bos=True),
+    "gpt2": _transformer("attn.c_proj", "mlp.c_proj", transposed=True),
+    "gpt_neo": _transformer("attn.attention.out_proj", "mlp.c_proj", packs=False),
+    "gpt_neox": Arch(
+        embed="gpt_neox.embed_in",
+        blocks="gpt_neox.layers",
+        attn_out="attention.dense",
+        mlp_out="mlp.dense_4h_to_h",
+        decode=("gpt_neox.final_layer_norm", "embed_out", "lm_head"),  # renamed in transformers 5
+    ),
+    "gptj": _transformer("attn.out_proj", "mlp.fc_out"),
+    "llama": _llama(),
+    "mistral": _llama(),
+    "olmo2": _llama(),
+    "opt": Arch(
+        embed="model.decoder.embed_tokens",
+        blocks="model.decoder.layers",
+        attn_out="self_attn.out_proj",
+        mlp_out="fc2",
+        decode=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+    ),
+    "phi3": _llama(),
+    "qwen2": _llama(),
+    "qwen3": _llama(),
+}
+"""`config.model_type` → row."""
+
+
+def arch_of(model: nn.Module) -> Arch:
+    """The row of a model's family."""
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if family not in ARCHS:
+        raise UnknownFamily(
+            f"the family {family!r} has no row in factscope.lm.arch.ARCHS; "
+            f"known: {', '.join(sorted(ARCHS))}. CONTRIBUTING.md says how to add one"
+        )
+    return ARCHS[family]
+
+
+def check(lm: "LM") -> None:
+    """Show that the row fits the model, so that a wrong one fails at once and by name.
+
+    The names lead to modules; W k is what the output weight returns; the blocks, called again
+    one by one, reproduce the run; the last state decodes to the model's own logits.
+    """
+    from factscope.lm.forward import forward
+    from factscope.lm.replay import Replay
+
+    vocabulary = lm.embed.weight.shape[0]
+    ids = torch.arange(1, 9, device=lm.device)[None] * 7919 % vocabulary
+    tolerance = 1e-3 if lm.dtype == torch.float32 else 0.1
+    run = forward(lm, ids, keep=("mlp",))
+    with torch.no_grad():
+        logits = lm.model(ids).logits
+    _same(lm, "decode", lm.decode(run.states[-1]), logits, tolerance)
+    again = run.inputs
+    replay = Replay.whole(lm, run)
+    for layer in range(lm.n_layers):
+        again = replay(layer, again)
+        _same(lm, f"blocks.{layer}", again, run.states[layer], tolerance)
+    _check_output_weight(lm, ids, run.contributions["mlp"][0], tolerance)
+    _check_language(lm)
+
+
+def _check_output_weight(lm: "LM", ids: Tensor, m: Tensor, tolerance: float) -> None:
+    """W k + b must be what the MLP's output weight returns."""
+    from factscope.lm.forward import keys_of
+
+    k = keys_of(lm, ids, layer=0)
+    W = lm.mlp_weight(0)
+    bias = getattr(lm.mlp_out(0), "bias", None)
+    value = k @ W.T if bias is None else k @ W.T + bias
+    _same(lm, "mlp_out (W k)", value, m, tolerance)
+
+
+def _same(
+    lm: "LM", what: str, found: Float[Tensor, "..."], wanted: Float[Tensor, "..."], tolerance: float
+) -> None:
+    if found.shape != wanted.shape:
+        raise BadModelFile(
+            f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: "
+            f"{what} has shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+        )
+    scale = wanted.float().abs().max().item() or 1.0
+    gap = (found.to(wanted.device).float() - wanted.float()).abs().max().item() / scale
+    if not gap <= tolerance:
+        raise BadModelFile(
+            f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: {what} differs by "
+            f"{gap:.1e} of its size, more than {tolerance:g}; see CONTRIBUTING.md on families"
+        )
+
+
+SANE_TEXT = "The capital of France is Paris, and the capital of Italy is Rome."
+
+
+def _check_language(lm: "LM") -> None:
+    """Warn where plain English is likelier under chance: a tokenizer or BOS that does not fit."""
+    from factscope.lm.tokens import encode
+
+    ids = torch.tensor([encode(lm, SANE_TEXT).ids], device=lm.device)
+    with torch.no_grad():
+        logits = lm.model(ids).logits.float()
+    loss = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:].to(logits.device)).item()
+    if loss > math.log(logits.shape[-1]) + 1:
+        log.warning(
+            "%s finds %r less likely than chance (%.1f nats a token): "
+            "is this the model's own tokenizer, and does it need a BOS token?",
+            lm.name, SANE_TEXT, loss,
+        )  # fmt: skip

@@ -1,0 +1,103 @@
+"""One forward pass, kept: every state, the keys and values, and how each block was called."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from factscope.lm.hooks import on_call, on_output
+
+if TYPE_CHECKING:
+    from factscope.lm.load import LM
+
+__all__ = ["Run", "forward", "keys_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a forward pass over some rows of tokens left behind."""
+
+    inputs: Float[Tensor, "row token width"]
+    """The states before the first block."""
+    states: list[Float[Tensor, "row token width"]]
+    """h: each block's output."""
+    contributions: dict[str, list[Float[Tensor, "row token width"]]]
+    """a ("attn") and m ("mlp") of each layer, where they were asked for."""
+    keys: list[Float[Tensor, "row head token dim"]]
+    values: list[Float[Tensor, "row head token dim"]]
+    calls: list[dict[str, Any]]
+    """The arguments that each block received, by name."""
+
+
+@torch.no_grad()
+def forward(
+    lm: "LM",
+    ids: Int[Tensor, "row token"],
+    *,
+    keep: Sequence[str] = (),
+    embed: Callable[[Tensor], Tensor | None] | None = None,
+) -> Run:
+    """Run the model over the rows and keep what tracing and editing need.
+
+    Rows are as long as the longest prompt, shorter ones padded on the right with anything:
+    a causal model's real tokens never look there, so no mask is needed. `embed` may change
+    the token embeddings; `keep` names the contributions to keep.
+    """
+    from transformers import DynamicCache
+
+    rows, length = ids.shape
+    contributions: dict[str, list[Tensor]] = {name: [] for name in keep}
+    states: list[Tensor] = []
+    calls: list[dict[str, Any]] = []
+
+    def keep_output(name: str) -> Callable[[Tensor], None]:
+        # Falcon adds to what its MLP returned in place: keep a copy.
+        return lambda out: contributions[name].append(out.clone().view(rows, length, -1))
+
+    outputs = [(block, states.append) for block in lm.blocks]
+    for name in keep:
+        outputs += [(lm.contribution(name, i), keep_output(name)) for i in range(lm.n_layers)]
+    if embed is not None:
+        outputs.append((lm.embed, embed))
+    listen = [(block, _bind(block, calls)) for block in lm.blocks]
+    # A plain cache keeps every key; one made from the config would drop those that left a
+    # sliding window, and the replay selects by mask instead.
+    cache = DynamicCache()
+    with on_output(*outputs), on_call(*listen):
+        lm.model.base_model(ids, past_key_values=cache, use_cache=True)
+    layers: Any = cache.layers
+    return Run(
+        inputs=calls[0]["hidden_states"],
+        states=states,
+        contributions=contributions,
+        keys=[layer.keys for layer in layers],
+        values=[layer.values for layer in layers],
+        calls=calls,
+    )
+
+
+def _bind(block: torch.nn.Module, calls: list[dict[str, Any]]) -> Callable[..., None]:
+    """Note a block's arguments under the names that its `forward` gives them."""
+    signature = inspect.signature(block.forward)
+
+    def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = signature.bind(*args, **kwargs).arguments
+        rest = bound.pop("kwargs", {})
+        calls.append({**bound, **rest})
+
+    return note
+
+
+@torch.no_grad()
+def keys_of(
+    lm: "LM", ids: Int[Tensor, "row token"], layer: int
+) -> Float[Tensor, "row token key"]:
+    """k: the input of a layer's MLP output weight."""
+    kept: list[Tensor] = []
+    with on_call((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):
+        lm.model.base_model(ids, use_cache=False)
+    return kept[0].reshape(*ids.shape, -1)

@@ -1,0 +1,60 @@
+"""Looking into a model and changing what flows through it: always a `with` block.
+
+The only file that registers hooks. Inside the block each given function sees its module's
+output, and what it returns (if anything) takes the output's place; afterwards the model is
+exactly as before, also after an error.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["on_call", "on_output"]
+
+
+@contextmanager
+def on_output(
+    *pairs: tuple[nn.Module, Callable[[Tensor], Tensor | None]],
+) -> Iterator[None]:
+    """Give every module's output to its function; a returned tensor replaces it.
+
+    A module that returns a tuple, as some families' blocks do, shows its first element.
+    """
+
+    def hook_for(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return function(output)
+            changed = function(output[0])
+            return None if changed is None else (changed, *output[1:])
+
+        return hook
+
+    with _removed(m.register_forward_hook(hook_for(f)) for m, f in pairs):
+        yield
+
+
+@contextmanager
+def on_call(
+    *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
+) -> Iterator[None]:
+    """Show every module's call (arguments and keywords) to its function."""
+
+    def hook_for(function: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            function(args, kwargs)
+
+        return hook
+
+    with _removed(m.register_forward_pre_hook(hook_for(f), with_kwargs=True) for m, f in pairs):
+        yield
+
+
+@contextmanager
+def _removed(handles: Iterable[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield

@@ -1,0 +1,103 @@
+"""LM: a language model one can look into, whatever its family calls its parts."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from factscope.lm.arch import Arch
+
+__all__ = ["LM"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LM:
+    """A model with its tokenizer and the row of its family."""
+
+    model: Any
+    """A transformers decoder model with a language-modelling head."""
+    tokenizer: Any
+    """Its fast tokenizer."""
+    arch: Arch
+    name: str
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks, first to last."""
+        return list(self.model.get_submodule(self.arch.blocks))
+
+    @cached_property
+    def embed(self) -> nn.Embedding:
+        """The token embedding."""
+        return self.model.get_submodule(self.arch.embed)
+
+    @property
+    def n_layers(self) -> int:
+        """L, the number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def width(self) -> int:
+        """H, the width of a hidden state."""
+        return self.model.config.hidden_size
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens the model can read, where it says so."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens go."""
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the weights."""
+        return self.embed.weight.dtype
+
+    def contribution(self, name: str, layer: int) -> nn.Module:
+        """The module that returns a layer's contribution a ("attn") or m ("mlp")."""
+        path = {"attn": self.arch.attn_out, "mlp": self.arch.mlp_out}[name]
+        return self.blocks[layer].get_submodule(path)
+
+    def mlp_out(self, layer: int) -> nn.Module:
+        """The MLP's output weight."""
+        return self.contribution("mlp", layer)
+
+    def mlp_weight(self, layer: int) -> Float[Tensor, "value key"]:
+        """W_proj in the paper's orientation: W k = v."""
+        weight: Any = self.mlp_out(layer).weight
+        return weight.T if self.arch.transposed else weight
+
+    def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
+        """The logits that a state of the last layer stands for."""
+        for path in self.arch.decode:
+            module = _submodule(self.model, path)
+            if module is not None:
+                states = module(states)
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return states if cap is None else cap * torch.tanh(states / cap)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the configuration and of samples of every weight."""
+        digest = hashlib.sha256(self.model.config.to_json_string().encode())
+        for name, weight in self.model.named_parameters():
+            flat = weight.detach().flatten()
+            step = max(1, flat.numel() // 16)
+            digest.update(f"{name} {tuple(weight.shape)}".encode())
+            digest.update(flat[::step][:16].float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a dotted path, or None where the model has none."""
+    found: Any = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

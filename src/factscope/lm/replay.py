@@ -1,0 +1,181 @@
+"""Blocks called again, on chosen tokens only.
+
+After one forward pass a block can be called on any stretch of a prompt: the tokens left of it
+are there as keys and values, the mask and the positions are cut out of what the block received
+the first time. Nothing of a model is written anew: the real blocks run.
+
+A `View` says which tokens the rows hold. Its rows are *strands*: each belongs to one row of the
+first run, whose keys and values it may look back to, and holds one or several stretches of that
+row's tokens, each blind to the others.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from factscope.lm.forward import Run
+
+if TYPE_CHECKING:
+    from factscope.lm.load import LM
+
+__all__ = ["Replay", "View"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class View:
+    """Which tokens of which rows a batch of strands holds."""
+
+    row: Int[Tensor, " strand"]
+    """The row of the first run that a strand belongs to."""
+    position: Int[Tensor, "strand slot"]
+    """The token in each slot; 0 in an empty one."""
+    start: Int[Tensor, "strand slot"]
+    """Where the slot's stretch begins: it sees the row's own keys left of that; -1 if empty."""
+    past: int
+    """How many of a row's keys and values are handed to the strands."""
+
+    @classmethod
+    def whole(cls, rows: int, length: int, device: torch.device) -> "View":
+        """Every token of every row, with nothing left of it."""
+        position = torch.arange(length, device=device).expand(rows, length)
+        return cls(
+            row=torch.arange(rows, device=device),
+            position=position,
+            start=torch.zeros_like(position),
+            past=0,
+        )
+
+    @cached_property
+    def key_position(self) -> Int[Tensor, "strand key"]:
+        """The token behind each key: the row's own past, then the slots."""
+        past = torch.arange(self.past, device=self.position.device)
+        return torch.cat([past.expand(len(self.row), -1), self.position], dim=1)
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "strand slot key"]:
+        """Which keys each slot may see; an empty slot sees itself, so that softmax has a sum."""
+        past = torch.arange(self.past, device=self.position.device)
+        to_past = past < self.start[:, :, None]
+        together = self.start[:, :, None] == self.start[:, None, :]
+        before = self.position[:, None, :] <= self.position[:, :, None]
+        itself = torch.eye(self.start.shape[1], dtype=torch.bool, device=self.start.device)
+        filled = (self.start >= 0)[:, :, None]
+        to_slots = (together & before & filled) | (itself & ~filled)
+        return torch.cat([to_past, to_slots], dim=2)
+
+
+class Replay:
+    """The blocks of a finished run, callable on the strands of a view.
+
+    `replay(layer, hidden)` takes `copies` times the view's strands, stacked along the first
+    axis, and returns the block's output for them.
+    """
+
+    def __init__(self, lm: "LM", run: Run, view: View) -> None:
+        self.lm, self.run, self.view = lm, run, view
+        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    @classmethod
+    def whole(cls, lm: "LM", run: Run) -> "Replay":
+        """The whole run again."""
+        rows, length, _ = run.inputs.shape
+        return cls(lm, run, View.whole(rows, length, run.inputs.device))
+
+    def __call__(
+        self, layer: int, hidden: Float[Tensor, "row slot width"]
+    ) -> Float[Tensor, "row slot width"]:
+        """The block's output for the given states."""
+        copies = len(hidden) // len(self.view.row)
+        call = dict(self.run.calls[layer])
+        call.pop("hidden_states")
+        arguments = {name: self._again(name, x, layer, copies) for name, x in call.items()}
+        if arguments.get("attention_mask") is None:
+            arguments["attention_mask"] = self._mask(None, copies, hidden)
+        output = self.lm.blocks[layer](hidden, **arguments)
+        return output[0] if isinstance(output, tuple) else output
+
+    def _again(self, name: str, value: Any, layer: int, copies: int) -> Any:
+        """An argument of the first call, cut and widened to the strands."""
+        if name == "attention_mask" and value is not None:
+            return self._mask(value, copies, value)
+        if name == "alibi" and value is not None:
+            return self._alibi(value, copies)
+        if name == "position_ids" and value is not None:
+            return self._stack(value[0][self.view.position], copies)
+        if name == "position_embeddings" and value is not None:
+            return tuple(self._stack(x[0][self.view.position], copies) for x in value)
+        if name in ("past_key_values", "layer_past"):
+            return self._past(layer)
+        return value
+
+    def _stack(self, x: Tensor, copies: int) -> Tensor:
+        return x.expand(copies, *x.shape).flatten(0, 1)
+
+    def _past(self, layer: int) -> "_Past":
+        view, run = self.view, self.run
+        device = run.keys[layer].device
+        rows = view.row.to(device)
+        return _Past(
+            run.keys[layer][rows, :, : view.past], run.values[layer][rows, :, : view.past]
+        )
+
+    def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
+        """The view's mask in the form of the first run's: True to see, or a bias to add."""
+        key = (0 if first is None else id(first), like.device)
+        if key not in self._masks:
+            self._masks[key] = self._one_mask(first, like)
+        return self._stack(self._masks[key], copies)
+
+    def _one_mask(self, first: Tensor | None, like: Tensor) -> Tensor:
+        visible = self.view.visible[:, None].to(like.device)
+        if first is None:
+            hidden = torch.finfo(like.dtype).min
+            return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
+                ~visible, hidden
+            )
+        query = self.view.position[:, :, None].to(first.device)
+        key = self.view.key_position[:, None, :].to(first.device)
+        cut = first[0][:, query, key].transpose(0, 1)  # heads × strands, as the model has it
+        if first.dtype == torch.bool:
+            empty = (self.view.start < 0)[:, None, :, None].to(first.device)
+            return (cut & visible) | (visible & empty)
+        return cut.masked_fill(~visible, torch.finfo(first.dtype).min)
+
+    def _alibi(self, value: Tensor, copies: int) -> Tensor:
+        """Position biases by key; some families give (row · head, 1, key), some by row and head."""
+        flat = value.dim() == 3
+        heads = value.shape[0] // len(self.run.inputs) if flat else value.shape[1]
+        first = value[:heads] if flat else value[0]
+        cut = first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
+        stacked = self._stack(cut, copies)
+        return stacked.flatten(0, 1) if flat else stacked
+
+
+class _Past:
+    """The keys and values left of the strands, in the form of a transformers cache."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The past and the given keys and values, end to end."""
+        return _joined(self.keys, keys), _joined(self.values, values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many keys are there already."""
+        return self.keys.shape[2]
+
+
+def _joined(past: Tensor, new: Tensor) -> Tensor:
+    """Each copy's past in front of its new keys."""
+    if past.shape[2] == 0:
+        return new
+    copies = len(new) // len(past)
+    wide = past.expand(copies, *past.shape).flatten(0, 1) if copies > 1 else past
+    return torch.cat([wide, new], dim=2)

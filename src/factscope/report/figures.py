@@ -1,0 +1,37 @@
+"""The paper's figures, by name. Each takes values and returns a matplotlib `Figure`.
+
+trace_figure       Figure 1e-g   one fact: tokens × layers of one kind
+traces_figure      Figure 1e-g   the same, every kind side by side
+average_heatmap    Figure 2      token roles × layers, averaged over facts
+average_heatmaps   Figure 2      the same, every kind side by side
+severed_figure     Figure 3      states with MLP or attention severed, averaged over facts
+average_lines      App. B        the averages as lines with 95 % intervals
+severed_detail     App. B        one fact at one token, with and without severing
+gradients_figure   App. B        one fact: causal traces above integrated gradients
+"""
+
+from factscope.report.average_figures import (
+    average_heatmap,
+    average_heatmaps,
+    average_lines,
+    severed_figure,
+)
+from factscope.report.save import save_figure
+from factscope.report.trace_figures import (
+    gradients_figure,
+    severed_detail,
+    trace_figure,
+    traces_figure,
+)
+
+__all__ = [
+    "average_heatmap",
+    "average_heatmaps",
+    "average_lines",
+    "gradients_figure",
+    "save_figure",
+    "severed_detail",
+    "severed_figure",
+    "trace_figure",
+    "traces_figure",
+]

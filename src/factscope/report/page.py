@@ -1,0 +1,254 @@
+"""One self-contained HTML page for a trace or for a run: no request leaves it.
+
+Figures are embedded, style and script are inline, and the page's own policy forbids anything
+else. All text that comes from records is escaped.
+"""
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from factscope.analysis.effects import AverageEffects, Pooling, average_kinds, early_site, late_site
+from factscope.analysis.grids import kinds_of
+from factscope.analysis.severed import has_severed, severed_comparison
+from factscope.records import KINDS, TraceRecord
+from factscope.report.figures import (
+    average_heatmaps,
+    average_lines,
+    gradients_figure,
+    severed_detail,
+    severed_figure,
+)
+from factscope.report.heat_html import heat_html, image_uri
+from factscope.report.look import LOOKS, shown, visible
+from factscope.report.save import figure_bytes
+from factscope.report.tables import Table, as_html, effects_table, summary_table
+
+__all__ = ["run_page", "trace_page"]
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>$title</title>
+<style>
+$css</style>
+</head>
+<body>
+$body
+<footer>Made by factscope. * marks the subject's tokens; layers are counted from 0.</footer>
+<script>
+$js</script>
+</body>
+</html>
+""")
+
+FIGURE_DPI, CSS_DPI = 180, 100
+"""Dots an inch of an embedded figure, and of the page that shows it."""
+
+
+def trace_page(record: TraceRecord) -> str:
+    """The page of one fact: its three runs, a heat map for each kind, how it was traced."""
+    body = [
+        f"<h1>{fact_html(record)}</h1>",
+        f'<p class="soft">Causal trace of {html.escape(record.model)}{known_html(record)}</p>',
+        numbers_html(trace_numbers(record)),
+        heats_html(record),
+    ]
+    if record.severed and "states" in record.restored:
+        body += ["<h2>Severed graphs</h2>", plate(severed_detail(record), "Severed graphs")]
+    if any(kind in record.gradients for kind in KINDS):
+        body += ["<h2>Integrated gradients</h2>", plate(gradients_figure(record), "Gradients")]
+    body.append(settings_html(record.settings))
+    return page(f"Trace: {record.fact.text}", body)
+
+
+def run_page(
+    title: str,
+    records: Iterable[TraceRecord],
+    *,
+    pooling: Pooling = "facts",
+    paper_roles: bool = False,
+    limit: int = 50,
+) -> str:
+    """The page of a run: average effects, then the facts one by one, at most `limit` of them."""
+    everyone = list(records)
+    averages = average_kinds(everyone, pooling=pooling, paper_roles=paper_roles)
+    models = ", ".join(dict.fromkeys(record.model for record in everyone))
+    body = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="soft">Causal traces of {html.escape(models) or "no model"}</p>',
+        numbers_html(run_numbers(everyone, averages)),
+        *(averages_html(averages) if averages else ["<p>No known fact to average.</p>"]),
+    ]
+    if has_severed(everyone):
+        figure = severed_figure(severed_comparison(everyone))
+        body += ["<h2>Severed graphs</h2>", plate(figure, "Severed graphs")]
+    body += [facts_html(everyone, limit), settings_html(everyone[0].settings if everyone else {})]
+    return page(title, body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """The whole page around its body."""
+    return PAGE.substitute(
+        title=html.escape(clean(title)), css=asset("page.css"), js=asset("page.js"),
+        body="\n".join(body),
+    )  # fmt: skip
+
+
+def asset(name: str) -> str:
+    """A file beside this one."""
+    return resources.files("factscope.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def averages_html(averages: Mapping[str, AverageEffects]) -> list[str]:
+    """Average effects as figures, sentences and tables."""
+    tables = (summary_table(averages), effects_table(averages))
+    return [
+        "<h2>Average indirect effects</h2>",
+        *(f"<p>{html.escape(sites_text(kind, a))}</p>" for kind, a in averages.items()),
+        plate(average_heatmaps(averages), "Average indirect effects by token role and layer"),
+        plate(average_lines(averages), "The same as lines, with 95 % intervals"),
+        f'<div class="tables">{"".join(map(scrolled, tables))}</div>',
+    ]
+
+
+def sites_text(kind: str, effects: AverageEffects) -> str:
+    """The early and late site in words."""
+    sentences = []
+    if effects.measured("last subject token"):
+        early = early_site(effects)
+        apart = "above" if early.stands_out else "not clearly above"
+        sentences.append(
+            f"the last subject token peaks at layer {early.layer} with {early.effect.percent}, "
+            f"{apart} the tokens around it"
+        )
+    if effects.measured("last token"):
+        late = late_site(effects)
+        sentences.append(f"the last token at layer {late.layer} with {late.effect.percent}")
+    name = LOOKS[kind].name
+    return f"{name[0].upper()}{name[1:]}: {'; '.join(sentences) or 'nothing was measured'}."
+
+
+def trace_numbers(record: TraceRecord) -> dict[str, str]:
+    """The three runs of one fact."""
+    return {
+        "answer": shown(record.answer),
+        "clean run": f"{100 * record.clean:.1f} %",
+        "corrupted run": f"{100 * record.corrupted:.1f} %",
+        "total effect": f"{100 * record.total_effect:.1f} %",
+        "noise samples": str(len(record.corrupted_samples)),
+    }
+
+
+def run_numbers(
+    records: Sequence[TraceRecord], averages: Mapping[str, AverageEffects]
+) -> dict[str, str]:
+    """A run in a few numbers."""
+    skipped = {"skipped, not known": str(sum(not record.known for record in records))}
+    if not averages:
+        return skipped
+    first = next(iter(averages.values()))
+    return {
+        "average total effect": first.total.percent,
+        "clean run": first.clean.percent,
+        "corrupted run": first.corrupted.percent,
+        "facts averaged": str(first.facts),
+        **skipped,
+    }
+
+
+def numbers_html(numbers: Mapping[str, str]) -> str:
+    """A row of named numbers."""
+    items = (
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in numbers.items()
+    )
+    return f'<dl class="numbers">{"".join(items)}</dl>'
+
+
+def facts_html(records: Sequence[TraceRecord], limit: int) -> str:
+    """The facts one by one, folded."""
+    more = len(records) - limit
+    rest = f'<p class="soft">{more} more facts are in the records.</p>' if more > 0 else ""
+    facts = "\n".join(map(fold_html, records[:limit]))
+    return f'<h2>Single facts</h2>\n<div class="small">{facts}</div>\n{rest}'
+
+
+def fold_html(record: TraceRecord) -> str:
+    """One fact with its small heat maps, folded."""
+    runs = f"{100 * record.clean:.1f} % → {100 * record.corrupted:.1f} %"
+    return (
+        f"<details><summary>{fact_html(record)} "
+        f'<span class="tag">{runs}</span>{known_html(record)}</summary>\n'
+        f"{heats_html(record)}</details>"
+    )
+
+
+def heats_html(record: TraceRecord) -> str:
+    """The heat maps of every kind that was restored."""
+    return f'<div class="heats">{"".join(heat_html(record, k) for k in kinds_of([record]))}</div>'
+
+
+def fact_html(record: TraceRecord) -> str:
+    """The prompt with its subject marked, and the answer."""
+    start, stop = record.fact.subject_span
+    text, answer = record.fact.text, html.escape(shown(record.answer))
+    return (
+        f'{escaped(text[:start])}<span class="subject">{escaped(text[start:stop])}</span>'
+        f'{escaped(text[stop:])} <span class="answer">{answer}</span>'
+    )
+
+
+def known_html(record: TraceRecord) -> str:
+    """A tag for a fact that the model does not know."""
+    if record.known:
+        return ""
+    target = f", not {escaped(record.fact.target)}" if record.fact.target else ""
+    return (
+        f' <span class="tag">not known: it says {html.escape(shown(record.answer))}{target}</span>'
+    )
+
+
+def settings_html(settings: Mapping[str, Any]) -> str:
+    """How it was traced."""
+    if not settings:
+        return ""
+    rows = tuple((str(name), setting_text(value)) for name, value in settings.items())
+    return f"<h2>Settings</h2>{scrolled(Table('How it was traced', ('setting', 'value'), rows))}"
+
+
+def setting_text(value: Any) -> str:
+    """A setting's value in words."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def plate(fig: Figure, description: str) -> str:
+    """A figure, embedded, on a light plate."""
+    source = image_uri(figure_bytes(fig, "png", FIGURE_DPI))
+    width = round(CSS_DPI * fig.get_figwidth())
+    image = f'<img alt="{html.escape(description)}" width="{width}" src="{source}">'
+    return f'<div class="plate">{image}</div>'
+
+
+def scrolled(table: Table) -> str:
+    """A table that scrolls where it does not fit."""
+    return f'<div class="scroll">{as_html(table)}</div>'
+
+
+def escaped(text: str) -> str:
+    """Text of a record for the page."""
+    return html.escape(clean(text))
+
+
+def clean(text: str) -> str:
+    """Text without characters that have no place in a page."""
+    return "".join(visible(character) for character in text)

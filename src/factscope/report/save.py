@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all."""
+
+import io
+import warnings
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from factscope.errors import BadSetting
+
+__all__ = ["FIGURE_FORMATS", "figure_bytes", "save_figure", "save_text"]
+
+FIGURE_FORMATS = ("png", "svg", "pdf")
+DPI = 200
+
+UNDATED = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""Without date and version, the same records give the same file."""
+
+
+def save_figure(fig: Figure, path: Path) -> None:
+    """Write the figure in the format that the path's suffix names."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in FIGURE_FORMATS:
+        known = ", ".join(f".{name}" for name in FIGURE_FORMATS)
+        raise BadSetting(f"cannot write a figure as {path.name!r}; the suffix can be {known}")
+    save_bytes(path, figure_bytes(fig, kind))
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write the text as UTF-8."""
+    save_bytes(path, text.encode("utf-8", errors="replace"))
+
+
+def save_bytes(path: Path, data: bytes) -> None:
+    """Write beside the path, then take its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def figure_bytes(fig: Figure, kind: str, dpi: int = DPI) -> bytes:
+    """The figure as a file's contents. A character that no font has is drawn as a box."""
+    buffer = io.BytesIO()
+    # Publishers ask for TrueType in PDFs; a fixed salt gives SVGs ids that do not change.
+    settings = matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "factscope"})
+    with warnings.catch_warnings(), settings:
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
+        warnings.filterwarnings("ignore", message=r"Matplotlib currently does not support .*")
+        fig.savefig(buffer, format=kind, dpi=dpi, metadata=UNDATED[kind])
+    return buffer.getvalue()

@@ -1,0 +1,270 @@
+"""The engine: every cell of a trace in one walk over the layers.
+
+Restoring the state at (token t, layer l) changes nothing before layer l and nothing left of t.
+So the clean and the corrupted run are made once and kept, and then one walk upwards carries all
+*pending* restorations along: at each layer those that began below it advance by one block, over
+their tokens t … T-1 only, looking back to the corrupted run's keys and values left of t; then the
+layer's own restorations join. The weights of a layer are read once for all cells.
+
+A stretch t … T-1 has T-t tokens; long and short ones share a row (a *strand*), each blind to the
+other, so that hardly a slot is empty. What is pending is a block of states
+(cell's layer × strand × slot × width).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from factscope.lm.forward import Run
+from factscope.lm.hooks import on_output
+from factscope.lm.model import LM
+from factscope.lm.replay import Replay, View
+
+__all__ = ["Job", "Restoration", "Stretch", "restore", "walk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restoration:
+    """What every cell of a table puts back, and what is frozen meanwhile."""
+
+    kind: str
+    """`states`, `mlp` or `attn`."""
+    windows: Sequence[tuple[int, int]]
+    """The layers [start, stop) that the cell of each layer restores."""
+    sever: str | None = None
+    """The module that is frozen at its corrupted outputs, in all layers."""
+    sever_every: bool = False
+    """Whether it is frozen at every token, or only at the restored one."""
+
+    def entry(self, layer: int) -> int:
+        """The first block that the cell of a layer has to run through."""
+        start = self.windows[layer][0]
+        return start + 1 if self.kind == "states" else start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """The tokens of one prompt from a restored one to the last, in one row of the run."""
+
+    clean: int
+    """The row of the clean run."""
+    row: int
+    """The row of the corrupted run."""
+    start: int
+    """The restored token."""
+    stop: int
+    answer: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Strands:
+    """Stretches packed into rows: the view for the blocks, and where each stretch lies."""
+
+    view: View
+    stretches: list[Stretch]
+    """In the order of the tensors below."""
+    strand: Int[Tensor, " stretch"]
+    first: Int[Tensor, " stretch"]
+    """The slot of the restored token."""
+    last: Int[Tensor, " stretch"]
+    """The slot of the prompt's last token."""
+    token: Int[Tensor, " stretch"]
+    clean: Int[Tensor, " stretch"]
+    row: Int[Tensor, " stretch"]
+    answer: Int[Tensor, " stretch"]
+
+
+def pack(stretches: Sequence[Stretch], alone: bool) -> list[list[Stretch]]:
+    """Put the stretches of each row into strands, longest first, each where it fits first.
+
+    With `alone`, no two share a strand.
+    """
+    width = max(len(s) for s in stretches)
+    strands: dict[int, list[list[Stretch]]] = {}
+    for stretch in sorted(stretches, key=len, reverse=True):
+        row = strands.setdefault(stretch.row, [])
+        room = (held for held in row if sum(map(len, held)) + len(stretch) <= width)
+        held = None if alone else next(room, None)
+        if held is None:
+            row.append([stretch])
+        else:
+            held.append(stretch)
+    return [held for row in strands.values() for held in row]
+
+
+def lay_out(strands: list[list[Stretch]], device: torch.device) -> Strands:
+    """The tensors that tell the blocks and the hooks where every stretch lies."""
+    width = max(sum(map(len, held)) for held in strands)
+    position = torch.zeros(len(strands), width, dtype=torch.long)
+    start = torch.full((len(strands), width), -1)
+    places: list[tuple[Stretch, int, int]] = []
+    for i, held in enumerate(strands):
+        slot = 0
+        for stretch in held:
+            stop = slot + len(stretch)
+            position[i, slot:stop] = torch.arange(stretch.start, stretch.stop)
+            start[i, slot:stop] = stretch.start
+            places.append((stretch, i, slot))
+            slot = stop
+
+    def tensor(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    return Strands(
+        view=View(
+            row=tensor([held[0].row for held in strands]),
+            position=position.to(device),
+            start=start.to(device),
+            past=int(start.max()),
+        ),
+        stretches=[s for s, _, _ in places],
+        strand=tensor([i for _, i, _ in places]),
+        first=tensor([slot for _, _, slot in places]),
+        last=tensor([slot + len(s) - 1 for s, _, slot in places]),
+        token=tensor([s.start for s, _, _ in places]),
+        clean=tensor([s.clean for s, _, _ in places]),
+        row=tensor([s.row for s, _, _ in places]),
+        answer=tensor([s.answer for s, _, _ in places]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How much is done at once: chosen from the memory bound, see `tracing.memory`."""
+
+    strands: int
+    """Rows whose cells are pending together."""
+    copies: int
+    """Cells (layers) per strand that go through a block in one call."""
+    logits: int
+    """States decoded to logits at once."""
+
+
+@torch.no_grad()
+def restore(
+    lm: LM, run: Run, stretches: Sequence[Stretch], restoration: Restoration, job: Job
+) -> Float[Tensor, "stretch layer"]:
+    """The answer's probability with each stretch's first token restored at each layer."""
+    table = torch.empty(len(stretches), lm.n_layers)
+    place = {id(stretch): i for i, stretch in enumerate(stretches)}
+    for group, alone in _groups(lm, stretches):
+        packed = pack(group, alone)
+        for i in range(0, len(packed), job.strands):
+            strands = lay_out(packed[i : i + job.strands], run.inputs.device)
+            rows = [place[id(s)] for s in strands.stretches]
+            table[rows] = walk(lm, run, strands, restoration, job).T.cpu()
+    return table
+
+
+def _groups(lm: LM, stretches: Sequence[Stretch]) -> Iterator[tuple[list[Stretch], bool]]:
+    """Stretches that may go together: all of them, or, without packing, those of one token."""
+    if lm.arch.packs:
+        yield list(stretches), False
+        return
+    for start in sorted({s.start for s in stretches}):
+        yield [s for s in stretches if s.start == start], True
+
+
+def walk(
+    lm: LM, run: Run, strands: Strands, restoration: Restoration, job: Job
+) -> Float[Tensor, "layer stretch"]:
+    """Carry all cells of the strands through the layers and read the answer's probability."""
+    view, layers = strands.view, lm.n_layers
+    pending = run.inputs.new_empty(layers, *view.position.shape, run.inputs.shape[-1])
+    replay = Replay(lm, run, view)
+    joined = 0
+    for layer in range(layers + 1):
+        while joined < layers and restoration.entry(joined) <= layer:
+            pending[joined] = _joining(run, strands, restoration, joined)
+            joined += 1
+        if layer == layers:
+            break
+        for begin in range(0, joined, job.copies):
+            some = pending[begin : min(joined, begin + job.copies)]
+            with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
+                some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
+    return _answers(lm, strands, pending, job)
+
+
+def _joining(
+    run: Run, strands: Strands, restoration: Restoration, layer: int
+) -> Float[Tensor, "strand slot width"]:
+    """The corrupted states with which a layer's cells begin; a restored state is put in now."""
+    entry = restoration.entry(layer)
+    view = strands.view
+    before = run.inputs if entry == 0 else run.states[entry - 1]
+    states = before[view.row[:, None], view.position].to(run.inputs.device)
+    if restoration.kind == "states":
+        clean = run.states[layer][strands.clean, strands.token]
+        states[strands.strand, strands.first] = clean.to(states.device)
+    return states
+
+
+@contextmanager
+def _intervened(
+    lm: LM, run: Run, strands: Strands, restoration: Restoration, layer: int, begin: int, n: int
+) -> Iterator[None]:
+    """Inside, a block call on cells begin … begin+n restores and freezes what it must."""
+    hooks: list[tuple[torch.nn.Module, Callable[[Tensor], None]]] = []
+    shape = (n, *strands.view.position.shape, -1)
+    if restoration.sever is not None:
+        module = restoration.sever
+        frozen = _frozen(run.contributions[module][layer], strands, restoration.sever_every)
+        hooks.append((lm.contribution(module, layer), lambda out: frozen(out.view(shape))))
+    active = [
+        i - begin
+        for i in range(begin, begin + n)
+        if restoration.windows[i][0] <= layer < restoration.windows[i][1]
+    ]
+    if restoration.kind != "states" and active:
+        clean = run.contributions[restoration.kind][layer][strands.clean, strands.token]
+        some = slice(active[0], active[-1] + 1)  # windows move up one by one: a run of cells
+
+        def put(out: Tensor) -> None:
+            out.view(shape)[some, strands.strand, strands.first] = clean
+
+        hooks.append((lm.contribution(restoration.kind, layer), put))
+    with on_output(*hooks):
+        yield
+
+
+def _frozen(corrupted: Tensor, strands: Strands, every: bool) -> Callable[[Tensor], None]:
+    """Write the corrupted contributions over a module's output."""
+    view = strands.view
+    if every:
+        tokens = (slice(None), slice(None), slice(None))
+        values = corrupted[view.row[:, None], view.position]
+    else:
+        tokens = (slice(None), strands.strand, strands.first)
+        values = corrupted[strands.row, strands.token]
+
+    def put(out: Tensor) -> None:
+        out[tokens] = values
+
+    return put
+
+
+def _answers(
+    lm: LM, strands: Strands, pending: Tensor, job: Job
+) -> Float[Tensor, "layer stretch"]:
+    """The answer's probability after each cell's last state."""
+    last = pending[:, strands.strand, strands.last]
+    answer = strands.answer.expand(last.shape[:2]).flatten()
+    pieces = zip(last.flatten(0, 1).split(job.logits), answer.split(job.logits), strict=True)
+    return torch.cat([probability(lm, x, y) for x, y in pieces]).view(last.shape[:2])
+
+
+def probability(
+    lm: LM, states: Float[Tensor, "row width"], answer: Int[Tensor, " row"]
+) -> Float[Tensor, " row"]:
+    """P[answer] of each last state, in single precision."""
+    logits = lm.decode(states).float()
+    answer = answer.to(logits.device)
+    return (logits.gather(1, answer[:, None])[:, 0] - logits.logsumexp(1)).exp()

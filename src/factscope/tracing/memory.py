@@ -1,0 +1,75 @@
+"""How much to do at once, so that a trace stays within a bound on memory."""
+
+from dataclasses import dataclass
+
+import torch
+
+from factscope.errors import BadSetting
+from factscope.lm.model import LM
+from factscope.tracing.engine import Job
+
+__all__ = ["Budget", "is_out_of_memory", "parse_bytes"]
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """A size as people write it: "4GiB", "500M", "123456"."""
+    short = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = short[-1:] if short[-1:] in UNITS else ""
+    try:
+        size = float(short.removesuffix(unit)) * UNITS[unit]
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise BadSetting(f"the memory bound {text!r} is not a size; write for instance 4GiB")
+    return int(size)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of torch says that memory ran out, on a GPU or in main memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound, in bytes, on what tracing keeps beside the model."""
+
+    bytes: int
+
+    @classmethod
+    def of(cls, lm: LM, bound: int | None) -> "Budget":
+        """The given bound, or one that suits the device."""
+        if bound is not None:
+            return cls(bound)
+        if lm.device.type == "cuda":
+            return cls(int(torch.cuda.mem_get_info(lm.device)[0] * 0.6))
+        return cls(2 * 2**30)
+
+    def half(self) -> "Budget":
+        """What to try after memory ran out all the same."""
+        return Budget(self.bytes // 2)
+
+    def facts(self, lm: LM, length: int, samples: int, kept: int) -> int:
+        """How many facts of a length to trace in one batch: their runs may take a quarter.
+
+        `kept` counts the tensors of a state's width that a run keeps for each layer.
+        """
+        row = (kept + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
+        return max(1, min(32, self.bytes // 4 // (row * (1 + samples))))
+
+    def job(self, lm: LM, width: int) -> Job:
+        """How to split a walk whose strands have `width` slots.
+
+        Half of the bound is for what is pending, a quarter for a block's own activations.
+        """
+        item = lm.dtype.itemsize
+        slot = width * lm.width * item
+        strands = max(1, self.bytes // 2 // (lm.n_layers * slot))
+        key = lm.mlp_weight(0).shape[1]
+        call = width * item * (14 * lm.width + 5 * key)
+        rows = max(1, self.bytes // 4 // call)
+        strands = min(strands, rows)
+        vocabulary = lm.embed.weight.shape[0]
+        logits = max(1, self.bytes // 8 // (vocabulary * 12))
+        return Job(strands=strands, copies=max(1, rows // strands), logits=min(logits, 4096))

@@ -1,0 +1,76 @@
+"""What to trace and how: one frozen value, and the two presets."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from factscope.errors import BadSetting
+from factscope.records import KINDS
+from factscope.tracing.corrupt import Corruption
+
+__all__ = ["PRESETS", "Tracing", "window_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """The settings of a causal trace."""
+
+    corruption: Corruption = field(default_factory=Corruption)
+    kinds: tuple[str, ...] = KINDS
+    """What is restored: single `states`, windows of `mlp` or of `attn` outputs."""
+    window: int = 10
+    """How many layers of MLP or attention outputs are restored together (App. B.2)."""
+    alignment: Literal["text", "code"] = "text"
+    """Which layers a window of 10 around l holds: l-4 … l+5 as the paper says, or l-5 … l+4 as its
+    code does."""
+    sever: tuple[str, ...] = ()
+    """Modules ("mlp", "attn") to sever: states are traced once more in a graph where the module's
+    outputs are frozen at their corrupted values in all layers (Figure 3)."""
+    sever_rows: Literal["last_subject", "all"] = "all"
+    """Restore in the severed graph at the last subject token only, or at every token."""
+    sever_at: Literal["restored", "every"] = "restored"
+    """Freeze the module at the restored token, as the paper does, or at every token."""
+    gradients: bool = False
+    """Also compute integrated gradients of the same cells."""
+    known: Literal["first_token", "whole_word"] = "first_token"
+    """When the answer counts as the target: it is the target's first token, or, as in the paper's
+    code, the token alone spells the whole target."""
+
+    def __post_init__(self) -> None:
+        _choices("kind", self.kinds, KINDS)
+        _choices("sever", self.sever, ("mlp", "attn"))
+        _choices("alignment", [self.alignment], ("text", "code"))
+        _choices("sever_rows", [self.sever_rows], ("last_subject", "all"))
+        _choices("sever_at", [self.sever_at], ("restored", "every"))
+        _choices("known", [self.known], ("first_token", "whole_word"))
+        if self.window < 1:
+            raise BadSetting(f"the window is {self.window}; it must hold at least 1 layer")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for records and run folders."""
+        return dataclasses.asdict(self)
+
+
+def _choices(name: str, values: Sequence[str], known: Sequence[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise BadSetting(f"{name} is {value!r}; choose from {', '.join(known)}")
+
+
+PRESETS = {
+    "default": Tracing(),
+    "paper": Tracing(
+        corruption=Corruption(seed=1, stream="paper", baseline="added"),
+        alignment="code",
+        known="whole_word",
+    ),
+}
+"""`paper` computes what the paper's own code does, number for number."""
+
+
+def window_of(settings: Tracing, layer: int, n_layers: int) -> tuple[int, int]:
+    """The layers restored around a centre, as [start, stop), clipped at the edges."""
+    width = settings.window
+    start = layer - (width // 2 if settings.alignment == "code" else (width - 1) // 2)
+    return max(0, start), min(n_layers, start + width)

@@ -1,0 +1,253 @@
+"""Roles, averages and intervals, against numbers worked out by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from factscope.analysis.effects import (
+    ROLES,
+    average_effects,
+    average_kinds,
+    early_site,
+    late_site,
+    roles,
+)
+from factscope.analysis.estimate import Estimate, estimate
+from factscope.analysis.grids import TABLES, grid, indirect_effects
+from factscope.analysis.severed import has_severed, severed_comparison
+from factscope.errors import BadRecord, BadSetting
+from factscope.facts import Fact
+from factscope.records import TraceRecord
+
+NONE = (None, None)
+
+
+def record(tokens: str, subject: tuple[int, int], **fields: Any) -> TraceRecord:
+    """A trace of the words in `tokens`; clean 0.9 and corrupted 0.1 unless said."""
+    words = tokens.split()
+    name = " ".join(words[slice(*subject)])
+    defaults: dict[str, Any] = {
+        "model": "tiny",
+        "answer": " x",
+        "answer_id": 0,
+        "known": True,
+        "clean": 0.9,
+        "corrupted": 0.1,
+        "corrupted_samples": (0.1,),
+    }
+    return TraceRecord(
+        fact=Fact.from_text(tokens, name),
+        tokens=tuple(words),
+        subject=subject,
+        **(defaults | fields),
+    )
+
+
+def traced(scores: dict[int, tuple[float | None, ...]], **fields: Any) -> TraceRecord:
+    """ "the a b c is in" with the subject "a b c"; rows not given hold the corrupted score."""
+    rows = tuple(scores.get(i, (0.1, 0.1)) for i in range(6))
+    return record("the a b c is in", (1, 4), restored={"states": rows}, **fields)
+
+
+def row(effects: Any, role: str) -> list[float]:
+    return effects.row(role).mean.tolist()
+
+
+def test_an_estimate_is_the_mean_and_its_95_percent_interval():
+    e = estimate([0.1, 0.2, 0.3])
+    assert e.mean == pytest.approx(0.2)
+    assert e.half_width == pytest.approx(1.96 * 0.1 / math.sqrt(3))
+    assert e.n == 3
+    assert str(Estimate(0.186, 0.009, 1000)) == "18.6 ± 0.9 % (n=1000)"
+
+
+def test_one_value_has_no_interval_and_no_value_has_no_mean():
+    one, none = estimate([0.5]), estimate([])
+    assert math.isnan(one.half_width)
+    assert str(one) == "50.0 % (n=1)"
+    assert not one.excludes_zero
+    assert str(none) == "– (n=0)"
+
+
+def test_an_interval_excludes_zero_or_another():
+    assert Estimate(0.2, 0.1, 9).excludes_zero
+    assert Estimate(-0.2, 0.1, 9).excludes_zero
+    assert not Estimate(0.1, 0.2, 9).excludes_zero
+    assert Estimate(0.5, 0.1, 9).exceeds(Estimate(0.2, 0.1, 9))
+    assert not Estimate(0.3, 0.1, 9).exceeds(Estimate(0.2, 0.1, 9))
+
+
+def test_every_token_has_its_role():
+    first, middle, last, subsequent, further, end = ((role,) for role in ROLES)
+    names = roles(record("BOS the a b c d is in the city", (2, 6)))
+    assert names == ((), (), first, middle, middle, last, subsequent, further, further, end)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "subject", "default", "paper"),
+    [
+        (
+            "a is in",
+            (0, 1),
+            [("last subject token",), ("first subsequent token",), ("last token",)],
+            [
+                ("last subject token", "first subject token"),
+                ("first subsequent token",),
+                ("last token",),
+            ],
+        ),
+        (
+            "a b is",
+            (0, 2),
+            [("first subject token",), ("last subject token",), ("last token",)],
+            [
+                ("first subject token",),
+                ("last subject token",),
+                ("last token", "first subsequent token"),
+            ],
+        ),
+        (
+            "in a b",
+            (1, 3),
+            [(), ("first subject token",), ("last token",)],
+            [(), ("first subject token",), ("last token", "last subject token")],
+        ),
+    ],
+    ids=["one-token subject", "one token after", "subject at the end"],
+)
+def test_where_roles_meet_the_one_nearer_to_the_prediction_wins(tokens, subject, default, paper):
+    assert list(roles(record(tokens, subject))) == default
+    assert list(roles(record(tokens, subject), paper=True)) == paper
+
+
+def test_the_average_indirect_effect_by_hand():
+    effects = average_effects([traced({3: (0.5, 0.3)}), traced({3: (0.7, 0.1), 5: (0.1, 0.9)})])
+    assert row(effects, "last subject token") == pytest.approx([0.5, 0.1])  # .4, .6 and .2, 0
+    assert row(effects, "last token") == pytest.approx([0.0, 0.4])
+    assert effects.half_width[2, 0] == pytest.approx(1.96 * np.std([0.4, 0.6], ddof=1) / 2**0.5)
+    assert effects.peak("last subject token")[0] == 0
+    assert effects.total.mean == pytest.approx(0.8)
+    assert effects.best_at_subject.mean == pytest.approx(0.6)  # .5 and .7
+    assert effects.best_anywhere.mean == pytest.approx(0.7)  # .5 and .9
+    assert (effects.facts, effects.layers, effects.n[2, 0]) == (2, 2, 2)
+
+
+def test_unknown_facts_are_counted_and_never_averaged():
+    effects = average_effects(
+        [traced({3: (0.5, 0.3)}), traced({3: (1.0, 1.0)}, known=False, clean=0.0)]
+    )
+    assert (effects.facts, effects.skipped) == (1, 1)
+    assert row(effects, "last subject token") == pytest.approx([0.4, 0.2])
+    assert effects.clean.mean == pytest.approx(0.9)
+
+
+def test_cells_that_were_not_measured_are_ignored():
+    effects = average_effects([traced({3: (None, 0.3), 4: NONE}), traced({3: (0.5, 0.5), 4: NONE})])
+    assert row(effects, "last subject token") == pytest.approx([0.4, 0.3])
+    assert effects.row("last subject token").n.tolist() == [1, 2]
+    assert not effects.measured("first subsequent token")
+    assert not effects.measured("further tokens")  # there are none in the prompt
+    with pytest.raises(BadRecord, match="first subsequent"):
+        effects.peak("first subsequent token")
+
+
+def two_lengths() -> list[TraceRecord]:
+    """One fact with one middle token and one with three, which differ in their corrupted score."""
+    short = tuple((x,) for x in (0.1, 0.4, 0.1, 0.1))
+    long = tuple((x,) for x in (0.2, 0.2, 0.3, 0.4, 0.2, 0.2))
+    return [
+        record("a b c is", (0, 3), restored={"states": short}),
+        record("a b c d e is", (0, 5), restored={"states": long}, corrupted=0.2),
+    ]
+
+
+def test_pooling_facts_weighs_facts_alike():
+    middle = average_effects(two_lengths()).row("middle subject tokens")
+    assert middle.mean.tolist() == pytest.approx([0.2])  # 0.3, and the mean of 0, 0.1, 0.2
+    assert middle.n.tolist() == [2]
+
+
+def test_pooling_tokens_is_the_papers():
+    middle = average_effects(two_lengths(), pooling="tokens").row("middle subject tokens")
+    scores = [0.4, 0.2, 0.3, 0.4]
+    assert middle.mean.tolist() == pytest.approx([np.mean(scores) - 0.15])
+    assert middle.half_width.tolist() == pytest.approx([1.96 * np.std(scores) / 2])
+    assert middle.n.tolist() == [4]
+
+
+def test_paper_roles_count_a_one_token_subject_twice():
+    one = record("a is in", (0, 1), restored={"states": ((0.5,), (0.1,), (0.9,))})
+    assert not average_effects([one]).measured("first subject token")
+    assert row(average_effects([one], paper_roles=True), "first subject token") == [0.4]
+
+
+def test_traces_of_different_depth_do_not_average():
+    deep = record("a is in", (0, 1), restored={"states": ((0.5,) * 3,) * 3})
+    with pytest.raises(BadRecord, match=r"numbers of layers \[2, 3\]"):
+        average_effects([traced({}), deep])
+
+
+def test_nothing_to_average_is_an_error():
+    with pytest.raises(BadRecord, match="known fact"):
+        average_effects([traced({}, known=False)])
+    with pytest.raises(BadRecord, match="'mlp'"):
+        average_effects([traced({})], "mlp")
+    assert average_kinds([traced({}, known=False)]) == {}
+    assert list(average_kinds([traced({})])) == ["states"]
+
+
+def test_a_table_with_missing_rows_is_an_error():
+    with pytest.raises(BadRecord, match="1 rows"):
+        grid(record("a is in", (0, 1), restored={"states": ((0.5,),)}), "states")
+
+
+def test_tables_have_names():
+    assert "states severed mlp" in TABLES
+    with pytest.raises(BadSetting, match="no table 'stats'"):
+        average_effects([traced({})], "stats")
+
+
+def test_gradients_have_no_baseline():
+    grads = record("a is", (0, 1), gradients={"mlp": ((0.5, 0.2), (0.0, 0.3))})
+    assert indirect_effects(grads, "gradients mlp").tolist() == [[0.5, 0.2], [0.0, 0.3]]
+
+
+def severed(intact: float, mlp: float, attn: float) -> TraceRecord:
+    """A fact traced at its last subject token only where a module is severed."""
+
+    def rows(score: float) -> tuple[tuple[float | None, ...], ...]:
+        return (NONE, NONE, NONE, (score, 0.1), NONE, NONE)
+
+    return traced({3: (intact, 0.1)}, severed={"mlp": rows(mlp), "attn": rows(attn)})
+
+
+def test_the_severed_graphs_by_hand():
+    alone = traced({3: (0.9, 0.9)})  # not traced in a severed graph: not compared
+    comparison = severed_comparison([severed(0.5, 0.1, 0.5), severed(0.7, 0.3, 0.6), alone])
+    assert comparison.facts == 2
+    assert comparison.intact.mean.tolist() == pytest.approx([0.5, 0])
+    assert comparison.severed["mlp"].mean.tolist() == pytest.approx([0.1, 0])
+    assert comparison.severed["attn"].mean.tolist() == pytest.approx([0.45, 0])
+    assert comparison.lost["mlp"][0].mean == pytest.approx(0.4)
+    assert comparison.lost["mlp"][0].half_width == pytest.approx(0)  # 0.4 in both facts
+
+
+def test_without_severed_graphs_there_is_no_comparison():
+    assert not has_severed([traced({})])
+    with pytest.raises(BadRecord, match="severed"):
+        severed_comparison([traced({})])
+
+
+def test_the_sites_are_the_peaks():
+    facts = [traced({3: (0.5 + d, 0.2), 5: (0.1, 0.9 - d)}) for d in (-0.01, 0.0, 0.01)]
+    effects = average_effects(facts)
+    early, late = early_site(effects), late_site(effects)
+    assert (early.layer, late.layer) == (0, 1)
+    assert early.effect.mean == pytest.approx(0.4)
+    assert early.excludes_zero
+    assert late.excludes_zero
+    assert early.stands_out
+    rivalled = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
+    assert not early_site(rivalled).stands_out
