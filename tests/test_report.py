@@ -71,6 +71,15 @@ def ticks(fig: Figure, panel: int = 0) -> list[str]:
     return [label.get_text() for label in fig.axes[panel].get_yticklabels()]
 
 
+def legend(fig: Figure) -> list[str]:
+    found = fig.axes[0].get_legend()
+    return [text.get_text() for text in found.get_texts()] if found else []
+
+
+def bars(fig: Figure) -> Any:
+    return fig.axes[0].containers[0]
+
+
 def drawn(fig: Figure, panel: int = 0) -> Any:
     return fig.axes[panel].collections[0]
 
@@ -131,15 +140,14 @@ def test_gradients_stand_below_the_traces():
 
 
 def test_average_effects_below_zero_have_the_lightest_colour():
-    low = [
-        trace(i, restored={"states": ((0.0,) * LAYERS,) * 5 + ((0.3,) * LAYERS,)}) for i in (1, 2)
-    ]
+    cells = ((0.0,) * LAYERS,) * 5 + ((0.3,) * LAYERS,)
+    low = [trace(i, restored={"states": cells}) for i in (1, 2)]
     effects = average_kinds(low)["states"]
     fig = figures.average_heatmap(effects)
-    cells = np.ma.getdata(drawn(fig).get_array())
+    colored = np.ma.getdata(drawn(fig).get_array())
     assert effects.mean[2, 0] == pytest.approx(-0.1)
-    assert cells[2, 0] == 0
-    assert cells[5, 0] == pytest.approx(0.2)
+    assert colored[2, 0] == 0
+    assert colored[5, 0] == pytest.approx(0.2)
     assert ticks(fig)[2] == "Last subject token"
     assert "over 2 facts" in fig.axes[0].get_title()
 
@@ -149,28 +157,23 @@ def test_average_lines_show_each_measured_role_with_its_band():
     fig = figures.average_lines(effects)
     line = next(x for x in fig.axes[0].lines if x.get_label() == "Last subject token")
     assert line.get_ydata() == pytest.approx(effects["states"].row("last subject token").mean)
-    labels = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
+    labels = legend(fig)
     assert "Further tokens" not in labels  # the prompt has none
     assert len(fig.axes[0].collections) == len(labels)
 
 
 def test_severed_graphs_stand_beside_the_intact_one():
     comparison = severed_comparison([trace(seed) for seed in range(3)])
-    ax = figures.severed_figure(comparison).axes[0]
-    heights = [bar.get_height() for bar in ax.containers[0].patches]
+    fig = figures.severed_figure(comparison)
+    heights = [bar.get_height() for bar in bars(fig)]
     assert heights == pytest.approx(comparison.intact.mean.tolist())
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == [
-        "Effect of single state",
-        "Effect with MLP severed",
-        "Effect with Attn severed",
-    ]
+    assert legend(fig)[1:] == ["Effect with MLP severed", "Effect with Attn severed"]
 
 
 def test_the_detail_is_of_the_last_subject_token():
     record = trace()
-    ax = figures.severed_detail(record).axes[0]
-    tops = [bar.get_y() + bar.get_height() for bar in ax.containers[0].patches]
+    fig = figures.severed_detail(record)
+    tops = [bar.get_y() + bar.get_height() for bar in bars(fig)]
     assert tops == pytest.approx(list(record.restored["states"][3]))
     with pytest.raises(BadSetting, match="no token 9"):
         figures.severed_detail(record, token=9)
@@ -324,6 +327,12 @@ def averages_text(records: list[TraceRecord]) -> str:
 
 def test_a_page_without_known_facts_says_so():
     assert "No known fact" in run_page("none", [trace(known=False)])
+
+
+def test_a_run_in_which_no_cell_was_measured_still_has_a_report(tmp_path: Path):
+    blank = {"states": ((None,) * LAYERS,) * 6}
+    assert write_report([trace(restored=blank, severed={})], tmp_path)
+    assert "no cell was measured" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_report_is_a_folder_of_whole_files(tmp_path: Path):

@@ -174,8 +174,11 @@ class _Past:
 
 def _joined(past: Tensor, new: Tensor) -> Tensor:
     """Each copy's past in front of its new keys."""
-    if past.shape[2] == 0:
+    strands, heads, length, _ = past.shape
+    if length == 0:
         return new
-    copies = len(new) // len(past)
-    wide = past.expand(copies, *past.shape).flatten(0, 1) if copies > 1 else past
-    return torch.cat([wide, new], dim=2)
+    rows, _, slots, dim = new.shape
+    both = new.new_empty(rows, heads, length + slots, dim)
+    both.view(-1, strands, heads, length + slots, dim)[:, :, :, :length] = past
+    both[:, :, length:] = new
+    return both

@@ -42,7 +42,8 @@ def average_heatmap(effects: AverageEffects, kind: str = "states") -> Figure:
 def average_heatmaps(effects: Mapping[str, AverageEffects]) -> Figure:
     """The same for several kinds, side by side, all on the scale of the first."""
     check(effects)
-    high = max(0.001, float(np.nanmax(next(iter(effects.values())).mean)))
+    first = next(iter(effects.values())).mean
+    high = float(np.max(first, initial=1e-3, where=~np.isnan(first)))
     fig = blank_figure(3.6 * len(effects) + 0.9, 2.15)
     axes = fig.subplots(1, len(effects), squeeze=False)[0]
     for i, (ax, (kind, average)) in enumerate(zip(axes, effects.items(), strict=True)):
@@ -75,7 +76,8 @@ def average_lines(effects: Mapping[str, AverageEffects]) -> Figure:
         ax.set_title(title, fontsize=MEDIUM, **plain())
         label_layers(ax, average.layers, f"layer in {average.model}")
     axes[0].set_ylabel("average indirect effect on p(o)", fontsize=MEDIUM)
-    axes[0].legend(frameon=False, fontsize=SMALL)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(frameon=False, fontsize=SMALL)
     return fig
 
 

@@ -66,7 +66,8 @@ def caption(record: TraceRecord, cells: np.ndarray) -> str:
         return "no cell was measured"
     token, layer = np.unravel_index(np.nanargmax(cells), cells.shape)
     answer, name = shown(record.answer), token_labels(record)[token]
-    return f"p({answer}) is highest at {name}, layer {layer}: {100 * cells[token, layer]:.1f} %"
+    score = f"{100 * cells[token, layer]:.1f}\u00a0%"
+    return f"p({answer}) is highest at {name}, layer {layer}: {score}"
 
 
 def cell_data(record: TraceRecord, cells: np.ndarray, kind: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ So the clean and the corrupted run are made once and kept, and then one walk upw
 their tokens t … T-1 only, looking back to the corrupted run's keys and values left of t; then the
 layer's own restorations join. The weights of a layer are read once for all cells.
 
-A stretch t … T-1 has T-t tokens; long and short ones share a row (a *strand*), each blind to the
-other, so that hardly a slot is empty. What is pending is a block of states
+The stretches t … T-1 of one prompt share rows (*strands*), each blind to the others: hardly a slot
+is empty, and attention works on full tiles. What is pending is a block of states
 (cell's layer × strand × slot × width).
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from factscope.lm.forward import Run
 from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
+from factscope.lm.quick import quick
 from factscope.lm.replay import Replay, View
 
 __all__ = ["Job", "Restoration", "Stretch", "restore", "walk"]
@@ -81,22 +82,40 @@ class Strands:
     answer: Int[Tensor, " stretch"]
 
 
+SLOTS = 48
+"""About how many slots a strand has: with its past it should fill one tile of 64 keys."""
+
+
 def pack(stretches: Sequence[Stretch], alone: bool) -> list[list[Stretch]]:
     """Put the stretches of each row into strands, longest first, each where it fits first.
 
     With `alone`, no two share a strand.
     """
-    width = max(len(s) for s in stretches)
-    strands: dict[int, list[list[Stretch]]] = {}
+    rows: dict[int, list[Stretch]] = {}
     for stretch in sorted(stretches, key=len, reverse=True):
-        row = strands.setdefault(stretch.row, [])
-        room = (held for held in row if sum(map(len, held)) + len(stretch) <= width)
-        held = None if alone else next(room, None)
+        rows.setdefault(stretch.row, []).append(stretch)
+    if alone:
+        return [[stretch] for row in rows.values() for stretch in row]
+    width = max(map(_width, rows.values()))
+    return [strand for row in rows.values() for strand in _fill(row, width)]
+
+
+def _width(row: list[Stretch]) -> int:
+    """Slots for strands that share a row's stretches evenly."""
+    total = sum(map(len, row))
+    return max(len(row[0]), -(-total // -(-total // SLOTS)))
+
+
+def _fill(row: list[Stretch], width: int) -> list[list[Stretch]]:
+    strands: list[list[Stretch]] = []
+    for stretch in row:
+        room = (held for held in strands if sum(map(len, held)) + len(stretch) <= width)
+        held = next(room, None)
         if held is None:
-            row.append([stretch])
+            strands.append([stretch])
         else:
             held.append(stretch)
-    return [held for row in strands.values() for held in row]
+    return strands
 
 
 def lay_out(strands: list[list[Stretch]], device: torch.device) -> Strands:
@@ -139,12 +158,20 @@ def lay_out(strands: list[list[Stretch]], device: torch.device) -> Strands:
 class Job:
     """How much is done at once: chosen from the memory bound, see `tracing.memory`."""
 
-    strands: int
-    """Rows whose cells are pending together."""
-    copies: int
-    """Cells (layers) per strand that go through a block in one call."""
+    pending: int
+    """Slots whose cells are pending together, counted once for all layers."""
+    call: int
+    """Slots that go through a block in one call."""
     logits: int
     """States decoded to logits at once."""
+
+    def strands(self, width: int) -> int:
+        """How many strands of a width to carry along."""
+        return max(1, min(self.pending, self.call) // width)
+
+    def copies(self, view: View) -> int:
+        """How many layers' cells of all strands to put through a block in one call."""
+        return max(1, self.call // view.position.numel())
 
 
 @torch.no_grad()
@@ -156,8 +183,9 @@ def restore(
     place = {id(stretch): i for i, stretch in enumerate(stretches)}
     for group, alone in _groups(lm, stretches):
         packed = pack(group, alone)
-        for i in range(0, len(packed), job.strands):
-            strands = lay_out(packed[i : i + job.strands], run.inputs.device)
+        size = job.strands(max(sum(map(len, held)) for held in packed))
+        for i in range(0, len(packed), size):
+            strands = lay_out(packed[i : i + size], run.inputs.device)
             rows = [place[id(s)] for s in strands.stretches]
             table[rows] = walk(lm, run, strands, restoration, job).T.cpu()
     return table
@@ -178,7 +206,7 @@ def walk(
     """Carry all cells of the strands through the layers and read the answer's probability."""
     view, layers = strands.view, lm.n_layers
     pending = run.inputs.new_empty(layers, *view.position.shape, run.inputs.shape[-1])
-    replay = Replay(lm, run, view)
+    replay, copies = Replay(lm, run, view), job.copies(view)
     joined = 0
     for layer in range(layers + 1):
         while joined < layers and restoration.entry(joined) <= layer:
@@ -186,10 +214,11 @@ def walk(
             joined += 1
         if layer == layers:
             break
-        for begin in range(0, joined, job.copies):
-            some = pending[begin : min(joined, begin + job.copies)]
-            with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
-                some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
+        with quick(lm.blocks[layer]):
+            for begin in range(0, joined, copies):
+                some = pending[begin : min(joined, begin + copies)]
+                with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
+                    some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
     return _answers(lm, strands, pending, job)
 
 

@@ -44,32 +44,30 @@ class Budget:
             return cls(bound)
         if lm.device.type == "cuda":
             return cls(int(torch.cuda.mem_get_info(lm.device)[0] * 0.6))
-        return cls(2 * 2**30)
+        return cls(2**29)
 
     def half(self) -> "Budget":
         """What to try after memory ran out all the same."""
         return Budget(self.bytes // 2)
 
     def facts(self, lm: LM, length: int, samples: int, kept: int) -> int:
-        """How many facts of a length to trace in one batch: their runs may take a quarter.
+        """How many facts of a length to trace in one batch.
 
-        `kept` counts the tensors of a state's width that a run keeps for each layer.
+        Their runs may take a quarter of the bound; `kept` counts the tensors of a state's width
+        that a run keeps for each layer. One fact is enough to fill a CPU.
         """
+        most = 1 if lm.device.type == "cpu" else 16
         row = (kept + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
-        return max(1, min(32, self.bytes // 4 // (row * (1 + samples))))
+        return max(1, min(most, self.bytes // 4 // (row * (1 + samples))))
 
-    def job(self, lm: LM, width: int) -> Job:
-        """How to split a walk whose strands have `width` slots.
-
-        Half of the bound is for what is pending, a quarter for a block's own activations.
+    def job(self, lm: LM) -> Job:
+        """How to split a walk: half of the bound for what is pending, a quarter for a block's
+        own activations, an eighth for logits.
         """
         item = lm.dtype.itemsize
-        slot = width * lm.width * item
-        strands = max(1, self.bytes // 2 // (lm.n_layers * slot))
-        key = lm.mlp_weight(0).shape[1]
-        call = width * item * (14 * lm.width + 5 * key)
-        rows = max(1, self.bytes // 4 // call)
-        strands = min(strands, rows)
-        vocabulary = lm.embed.weight.shape[0]
-        logits = max(1, self.bytes // 8 // (vocabulary * 12))
-        return Job(strands=strands, copies=max(1, rows // strands), logits=min(logits, 4096))
+        keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
+        return Job(
+            pending=self.bytes // 2 // (lm.n_layers * lm.width * item),
+            call=self.bytes // 4 // (item * (16 * lm.width + 6 * keys)),
+            logits=max(1, min(4096, self.bytes // 8 // (vocabulary * 12))),
+        )

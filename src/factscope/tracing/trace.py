@@ -321,8 +321,7 @@ def _tables(
         for sample in range(samples)
         for token in _restored_tokens(q, rows)
     ]
-    job = budget.job(lm, max(map(len, stretches)))
-    values = restore(lm, run, stretches, restoration, job)
+    values = restore(lm, run, stretches, restoration, budget.job(lm))
     tables = []
     for i, q in enumerate(questions):
         tokens = list(_restored_tokens(q, rows))
