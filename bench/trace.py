@@ -3,20 +3,24 @@
     python bench/trace.py --model smollm2-135m                        # a real prompt, on this machine
     python bench/trace.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --facts 32 --no-reference
+    python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --like known_1000.json.gz
     python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
 
 The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code does
 (`factscope.tracing.plain`). Every cell costs it the same, so `--reference-cells N` times N cells,
 spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up. A `--shape`
 is a model with the given dimensions and random weights: time does not depend on their values.
+`--like FILE` takes the lengths and the subjects' places from a file of facts, as the default model's
+tokenizer has them.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +34,7 @@ from factscope.tracing.corrupt import Corruption, Scale, draw
 from factscope.tracing.memory import Budget, parse_bytes
 from factscope.tracing.plain import Plain
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import Question, default_scale, trace_batch
+from factscope.tracing.trace import Question, batches, default_scale, trace_batch
 
 SHAPES = {
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
@@ -45,6 +49,8 @@ SHAPES = {
         },
     ),
 }
+SUBJECT = (0, 4)
+"""The subject comes first: no token is spared."""
 PROMPT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
 
 
@@ -68,8 +74,12 @@ def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
     return LM(model=model, tokenizer=NoTokenizer(), arch=arch_of(model), name=name)
 
 
-def random_questions(lm: LM, n: int, tokens: int) -> list[Question]:
-    """Prompts of random tokens whose first four are the subject."""
+Place = tuple[int, tuple[int, int]]
+"""A prompt's length and its subject's tokens."""
+
+
+def random_questions(lm: LM, places: Sequence[Place]) -> list[Question]:
+    """Prompts of random tokens, of the given lengths."""
     rng = np.random.default_rng(0)
     vocabulary = lm.embed.weight.shape[0]
     return [
@@ -80,13 +90,23 @@ def random_questions(lm: LM, n: int, tokens: int) -> list[Question]:
                 offsets=((0, 0),) * tokens,
                 texts=("?",) * tokens,
             ),
-            subject=(0, 4),
+            subject=subject,
             answer=0,
             clean=0.0,
             known=True,
         )
-        for i in range(n)
+        for i, (tokens, subject) in enumerate(places)
     ]
+
+
+def places_of(facts: Path) -> list[Place]:
+    """The lengths and subjects of a file of facts."""
+    from factscope.data.facts_file import read_facts
+    from factscope.lm.load import load
+
+    lm = load(device="cpu")
+    coded = [encode_fact(lm, fact) for fact in read_facts(facts).facts]
+    return [(len(prompt), subject) for prompt, subject in coded]
 
 
 @dataclass
@@ -155,7 +175,7 @@ def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: 
         gap = max(abs(record.restored[kind][t][i] / p - 1) for (t, i), p in values.items())
         totals = [totals[0] + seconds, totals[1] + ours]
         print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {gap:.0e} |")
-    if slow:
+    if len(slow) == len(KINDS):
         together = statistics.median(
             clock(lambda: trace_batch(lm, [q], settings, scale, budget)) for _ in range(args.repeat)
         )
@@ -163,22 +183,26 @@ def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: 
 
 
 def many(lm: LM, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
-    """Many facts in a batch: facts a second for all three kinds together."""
+    """Many facts in batches: facts a second for all three kinds together."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    questions = random_questions(lm, args.facts, args.tokens)
-    size = budget.facts(lm, args.tokens, args.samples, kept=3)
-    batches = [questions[i : i + size] for i in range(0, len(questions), size)]
-    trace_batch(lm, batches[0][:1], settings, scale, budget)
+    places: list[Place] = [(args.tokens, SUBJECT)] * args.facts
+    if args.like:
+        everything = places_of(args.like)
+        places = everything[:: max(1, len(everything) // args.facts)][: args.facts]
+    questions = random_questions(lm, places)
+    groups = list(batches(lm, questions, settings, budget))
+    trace_batch(lm, groups[0], settings, scale, budget)
 
     def run() -> None:
-        for batch in batches:
-            trace_batch(lm, batch, settings, scale, budget)
+        for group in groups:
+            trace_batch(lm, group, settings, scale, budget)
 
     seconds = clock(run)
+    tokens = statistics.mean(length for length, _ in places)
     print(
-        f"\n{args.facts} facts in batches of {size}, three kinds: {seconds:.1f} s, "
-        f"{args.facts / seconds:.2f} facts a second"
+        f"\n{len(places)} facts of {tokens:.1f} tokens on average, in {len(groups)} batches, three "
+        f"kinds: {seconds:.1f} s, {len(places) / seconds:.2f} facts a second"
     )
 
 
@@ -188,7 +212,7 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
     weights = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     if args.shape:
         lm = shaped(args.shape, args.device, weights)
-        question, scale = random_questions(lm, 1, args.tokens)[0], Scale(sigma=0.02)
+        [question], scale = random_questions(lm, [(args.tokens, SUBJECT)]), Scale(sigma=0.02)
     else:
         from factscope.lm.load import load
 
@@ -202,9 +226,10 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
     print(f"\n**{lm.name}, {dtype}**, {len(question.prompt)} tokens, {args.samples} samples\n")
-    print("| kind | reference, s | factscope, s | ratio | largest relative difference |")
-    print("|---|---|---|---|---|")
-    compare(lm, question, scale, args, clock)
+    if not args.no_single:
+        print("| kind | reference, s | factscope, s | ratio | largest relative difference |")
+        print("|---|---|---|---|---|")
+        compare(lm, question, scale, args, clock)
     if args.facts:
         many(lm, scale, args, clock)
     if clock.cuda:
@@ -223,6 +248,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--facts", type=int, default=0, help="also trace this many in batches")
+    parser.add_argument("--like", type=Path, help="lengths of those as in this file of facts")
+    parser.add_argument("--no-single", action="store_true", help="leave out the single fact")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--memory", type=parse_bytes)
     parser.add_argument("--no-reference", action="store_true")

@@ -94,8 +94,10 @@ def fetch_url(url: str, expected: str, path: Path, progress: Progress | None = N
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         with temporary.open("wb") as file:
-            for chunk in _chunks(url, progress):
+            for chunk, so_far, total in _chunks(url):
                 file.write(chunk)
+                if progress is not None:
+                    progress(so_far, total)
         _expect(temporary, expected, url)
     return path
 
@@ -160,8 +162,8 @@ def _pip_download(requirement: str, folder: Path) -> None:
     )
 
 
-def _chunks(url: str, progress: Progress | None) -> Iterator[bytes]:
-    """The bytes behind an address; every failure on the way is a NoNetwork."""
+def _chunks(url: str) -> Iterator[tuple[bytes, int, int | None]]:
+    """The bytes behind an address, how many so far and of how many; failures are NoNetwork."""
     so_far = 0
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
@@ -169,10 +171,8 @@ def _chunks(url: str, progress: Progress | None) -> Iterator[bytes]:
             total = int(length) if length else None
             while chunk := response.read(CHUNK):
                 so_far += len(chunk)
-                yield chunk
-                if progress is not None:
-                    progress(so_far, total)
+                yield chunk, so_far, total
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise NoNetwork(f"could not fetch {url}: {error}; check the network and try again") from error
+        raise NoNetwork(f"could not fetch {url}: {error}; check the network, try again") from error
     if total is not None and so_far < total:
         raise NoNetwork(f"{url} broke off after {so_far} of {total} bytes; try again")

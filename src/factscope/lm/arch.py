@@ -38,8 +38,8 @@ class Arch:
     """Within a block, the attention's output weight: it returns the contribution a."""
     mlp_out: str
     """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
-    decode: tuple[str, ...]
-    """What leads from the last state to the logits; a name that the model lacks is passed over."""
+    norm: tuple[str, ...]
+    """What a last state goes through before the head; a name that the model lacks is passed over."""
     transposed: bool = False
     """Whether `mlp_out` stores W as (key, value), as GPT-2's Conv1D does."""
     needs_bos: bool = False
@@ -56,7 +56,7 @@ def _llama(*, needs_bos: bool = False) -> Arch:
         blocks="model.layers",
         attn_out="self_attn.o_proj",
         mlp_out="mlp.down_proj",
-        decode=("model.norm", "lm_head"),
+        norm=("model.norm",),
         needs_bos=needs_bos,
     )
 
@@ -68,7 +68,7 @@ def _transformer(attn_out: str, mlp_out: str, **fields: bool) -> Arch:
         blocks="transformer.h",
         attn_out=attn_out,
         mlp_out=mlp_out,
-        decode=("transformer.ln_f", "lm_head"),
+        norm=("transformer.ln_f",),
         **fields,
     )
 
@@ -80,7 +80,7 @@ def _bigscience() -> Arch:
         blocks="transformer.h",
         attn_out="self_attention.dense",
         mlp_out="mlp.dense_4h_to_h",
-        decode=("transformer.ln_f", "lm_head"),
+        norm=("transformer.ln_f",),
     )
 
 
@@ -97,7 +97,7 @@ ARCHS: dict[str, Arch] = {
         blocks="gpt_neox.layers",
         attn_out="attention.dense",
         mlp_out="mlp.dense_4h_to_h",
-        decode=("gpt_neox.final_layer_norm", "embed_out", "lm_head"),  # renamed in transformers 5
+        norm=("gpt_neox.final_layer_norm",),
     ),
     "gptj": _transformer("attn.out_proj", "mlp.fc_out"),
     "llama": _llama(),
@@ -108,7 +108,7 @@ ARCHS: dict[str, Arch] = {
         blocks="model.decoder.layers",
         attn_out="self_attn.out_proj",
         mlp_out="fc2",
-        decode=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+        norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
     ),
     "phi3": _llama(),
     "qwen2": _llama(),
@@ -121,26 +121,32 @@ def arch_of(model: nn.Module) -> Arch:
     """The row of a model's family."""
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if family not in ARCHS:
-        raise UnknownFamily(
-            f"the family {family!r} has no row in factscope.lm.arch.ARCHS; "
-            f"known: {', '.join(sorted(ARCHS))}. CONTRIBUTING.md says how to add one"
-        )
+        raise unknown_family(family)
     return ARCHS[family]
+
+
+def unknown_family(family: str) -> UnknownFamily:
+    """The error for a family without a row."""
+    return UnknownFamily(
+        f"the family {family!r} has no row in factscope.lm.arch.ARCHS; "
+        f"known: {', '.join(sorted(ARCHS))}. CONTRIBUTING.md says how to add one"
+    )
 
 
 def check(lm: "LM") -> None:
     """Show that the row fits the model, so that a wrong one fails at once and by name.
 
-    The names lead to modules; W k is what the output weight returns; the blocks, called again
-    one by one, reproduce the run; the last state decodes to the model's own logits.
+    The names lead to modules of the right kind; W k is what the output weight returns; the blocks,
+    called again one by one, reproduce the run; the last state decodes to the model's own logits.
     """
     from factscope.lm.forward import forward
     from factscope.lm.replay import Replay
 
+    _check_names(lm)
     vocabulary = lm.embed.weight.shape[0]
     ids = torch.arange(1, 9, device=lm.device)[None] * 7919 % vocabulary
     tolerance = 1e-3 if lm.dtype == torch.float32 else 0.1
-    run = forward(lm, ids, keep=("mlp",))
+    run = forward(lm, ids, keep=("attn", "mlp"))
     with torch.no_grad():
         logits = lm.model(ids).logits
     _same(lm, "decode", lm.decode(run.states[-1]), logits, tolerance)
@@ -151,6 +157,42 @@ def check(lm: "LM") -> None:
         _same(lm, f"blocks.{layer}", again, run.states[layer], tolerance)
     _check_output_weight(lm, ids, run.contributions["mlp"][0], tolerance)
     _check_language(lm)
+
+
+def _check_names(lm: "LM") -> None:
+    """The embedding reads the tokens; the output weights are two, and return a state's width."""
+    embed, blocks = (_named(lm, lm.model, part) for part in ("embed", "blocks"))
+    if embed is not lm.model.get_input_embeddings():
+        raise _misfit(lm, "embed", "is not what reads the tokens")
+    if not isinstance(blocks, nn.ModuleList):
+        raise _misfit(lm, "blocks", f"is a {type(blocks).__name__}, not a list of blocks")
+    first = blocks[0]
+    attn_out, mlp_out = (_named(lm, first, part) for part in ("attn_out", "mlp_out"))
+    if attn_out is mlp_out:
+        raise _misfit(lm, "mlp_out", "is the attention's output weight")
+    for part, module in (("attn_out", attn_out), ("mlp_out", mlp_out)):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise _misfit(lm, part, "is not a module with a weight matrix")
+        if lm.width != weight.shape[1 if lm.arch.transposed else 0]:
+            raise _misfit(
+                lm, part, f"has a weight of {tuple(weight.shape)}, so that W k is no state of width "
+                f"{lm.width}, or `transposed` is wrong",
+            )  # fmt: skip
+
+
+def _named(lm: "LM", owner: nn.Module, part: str) -> nn.Module:
+    try:
+        return owner.get_submodule(getattr(lm.arch, part))
+    except AttributeError as error:
+        raise _misfit(lm, part, f"leads nowhere ({error})") from error
+
+
+def _misfit(lm: "LM", part: str, what: str) -> BadModelFile:
+    return BadModelFile(
+        f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: {part} "
+        f"({getattr(lm.arch, part)}) {what}; see CONTRIBUTING.md on families"
+    )
 
 
 def _check_output_weight(lm: "LM", ids: Tensor, m: Tensor, tolerance: float) -> None:

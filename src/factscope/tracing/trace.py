@@ -26,8 +26,8 @@ from factscope.tracing.settings import Tracing, window_of
 
 __all__ = ["trace", "trace_many"]
 
-LOOKAHEAD = 32
-"""How many facts are asked for their answers at a time, before the known ones are traced."""
+LOOKAHEAD = 128
+"""How many facts are asked for their answers, and sorted by length, before they are traced."""
 
 
 def trace(
@@ -54,7 +54,7 @@ def trace_many(
     memory: int | None = None,
     done: Callable[[int], None] = lambda n: None,
 ) -> Iterator[TraceRecord]:
-    """Trace many facts, several in a batch, in their order.
+    """Trace many facts, several of about the same length in a batch, as each batch is finished.
 
     A fact whose answer is not its target is recorded as not known, without a trace. `memory`
     bounds the bytes used beside the model; `done` hears how many facts were finished.
@@ -64,13 +64,13 @@ def trace_many(
     budget = Budget.of(lm, memory)
     for begin in range(0, len(facts), LOOKAHEAD):
         questions = _ask(lm, facts[begin : begin + LOOKAHEAD], settings)
-        known = [q for q in questions if q.known]
-        traced = iter(())
-        if known:
-            traced = _in_batches(lm, known, settings, scale_, budget)
         for question in questions:
-            yield next(traced) if question.known else _unknown(lm, question, settings)
-            done(1)
+            if not question.known:
+                yield _unknown(lm, question, settings)
+                done(1)
+        for batch in batches(lm, [q for q in questions if q.known], settings, budget):
+            yield from _trace_within(lm, batch, settings, scale_, budget)
+            done(len(batch))
 
 
 def default_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> Scale:
@@ -99,10 +99,10 @@ def _ask(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[Question]:
     """The clean run's answer to every prompt."""
     coded = [encode_fact(lm, fact) for fact in facts]
     ids = _padded(lm, [prompt for prompt, _ in coded])
-    ends = torch.tensor([len(prompt) - 1 for prompt, _ in coded], device=lm.device)
-    run = forward(lm, ids)
-    last = run.states[-1][torch.arange(len(ids), device=lm.device), ends]
-    best = lm.decode(last).float().softmax(-1).max(-1)
+    ends = torch.tensor([len(prompt) - 1 for prompt, _ in coded])
+    states = lm.model.base_model(ids, use_cache=False).last_hidden_state
+    last = states[torch.arange(len(ids)), ends]
+    best = lm.head(last).float().softmax(-1).max(-1)
     return [
         Question(
             fact=fact,
@@ -134,13 +134,25 @@ def _padded(lm: LM, prompts: Sequence[Prompt]) -> Tensor:
     )
 
 
-def _in_batches(
-    lm: LM, questions: Sequence[Question], settings: Tracing, scale_: Scale, budget: Budget
-) -> Iterator[TraceRecord]:
-    length = max(len(q.prompt) for q in questions)
-    size = budget.facts(lm, length, settings.corruption.samples, kept=1 + len(_kept(settings)))
-    for begin in range(0, len(questions), size):
-        yield from _trace_within(lm, questions[begin : begin + size], settings, scale_, budget)
+def batches(
+    lm: LM, questions: Sequence[Question], settings: Tracing, budget: Budget
+) -> Iterator[list[Question]]:
+    """Questions that go together: about the same number of tokens to restore, so that few slots
+    stay empty."""
+    kept = 1 + len(_kept(settings))
+    batch: list[Question] = []
+    for q in sorted(questions, key=_restorable):
+        size = budget.facts(lm, len(q.prompt), settings.corruption.samples, kept)
+        if batch and (len(batch) >= size or _restorable(q) > _restorable(batch[0]) + 1):
+            yield batch
+            batch = []
+        batch.append(q)
+    if batch:
+        yield batch
+
+
+def _restorable(q: Question) -> int:
+    return len(q.prompt) - q.subject[0]
 
 
 def _trace_within(

@@ -1,0 +1,38 @@
+"""Trace every fact of a file and draw the average effect by token role and layer.
+
+Usage: python examples/average_effects.py FACTS [MODEL] [FOLDER]
+"""
+
+import sys
+from pathlib import Path
+
+from factscope.analysis.effects import AverageEffects, average_kinds
+from factscope.data.facts_file import read_facts
+from factscope.lm.load import load
+from factscope.records import write_records
+from factscope.report.figures import average_heatmaps, average_lines, save_figure
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import trace_many
+
+
+def main(
+    facts: str,
+    model: str = "smollm2-135m",
+    out: str = "averages",
+    settings: Tracing | None = None,
+) -> dict[str, AverageEffects]:
+    """Records and two figures in a folder; facts that the model does not know are left out."""
+    folder = Path(out)
+    records = list(trace_many(load(model), read_facts(Path(facts)).facts, settings))
+    write_records(folder / "records.jsonl", records)
+    effects = average_kinds(records)
+    save_figure(average_heatmaps(effects), folder / "heatmaps.png")
+    save_figure(average_lines(effects), folder / "lines.png")
+    for kind, average in effects.items():
+        layer, peak = average.peak("last subject token")
+        print(f"{kind}: the last subject token peaks at layer {layer} with {peak}")
+    return effects
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

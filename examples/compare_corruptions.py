@@ -1,0 +1,38 @@
+"""Trace one fact under two corruptions: noise added to the subject, and noise in its place.
+
+Usage: python examples/compare_corruptions.py [MODEL] [FOLDER]
+"""
+
+import sys
+from pathlib import Path
+
+from factscope.facts import Fact
+from factscope.lm.load import load
+from factscope.records import TraceRecord
+from factscope.report.figures import save_figure, trace_figure
+from factscope.tracing.corrupt import Corruption
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import trace
+
+
+def main(
+    model: str = "smollm2-135m", out: str = "corruptions", samples: int = 10
+) -> dict[str, TraceRecord]:
+    """A figure of the states under each corruption."""
+    lm = load(model)
+    fact = Fact(subject="The Colosseum", prompt="{} is located in the city of", target="Rome")
+    corruptions = {
+        "added": Corruption(samples=samples),
+        "in-place": Corruption(samples=samples, distribution="embedding", replace=True),
+    }
+    records = {}
+    for name, corruption in corruptions.items():
+        settings = Tracing(corruption=corruption, kinds=("states",))
+        records[name] = record = trace(lm, fact, settings)
+        print(f"{name}: clean {record.clean:.3f}, corrupted {record.corrupted:.3f}")
+        save_figure(trace_figure(record), Path(out) / f"{name}.png")
+    return records
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

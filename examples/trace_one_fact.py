@@ -1,0 +1,34 @@
+"""Trace one fact: the three probabilities, the strongest cells, and a figure.
+
+Usage: python examples/trace_one_fact.py [MODEL] [FIGURE]
+"""
+
+import sys
+from pathlib import Path
+
+import rich
+
+from factscope.facts import Fact
+from factscope.lm.load import load
+from factscope.records import TraceRecord
+from factscope.report.figures import save_figure, traces_figure
+from factscope.report.terminal import strongest_cells
+from factscope.tracing.corrupt import Corruption
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import trace
+
+
+def main(model: str = "smollm2-135m", out: str = "trace.png", samples: int = 10) -> TraceRecord:
+    """Trace the Eiffel Tower's city and draw it."""
+    fact = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Paris")
+    record = trace(load(model), fact, Tracing(corruption=Corruption(samples=samples)))
+    print(f"{fact.text!r} → {record.answer!r}, known: {record.known}")
+    print(f"clean {record.clean:.3f}, corrupted {record.corrupted:.3f}")
+    for kind in record.restored:
+        rich.print(strongest_cells(record, kind, count=3))
+    save_figure(traces_figure(record), Path(out))
+    return record
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,45 @@
+"""factscope on the command line: words → functions."""
+
+import logging
+import sys
+
+import typer
+
+from factscope.cli.data import data
+from factscope.cli.demo import demo
+from factscope.cli.models import models
+from factscope.cli.report import report
+from factscope.cli.trace import trace
+from factscope.errors import FactscopeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="factscope",
+    help="Find where a language model keeps a fact, rewrite it, and measure what changed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(trace)
+app.command()(report)
+app.command()(models)
+app.command()(demo)
+app.add_typer(data, name="data")
+
+
+def main() -> None:
+    """Run a command; what goes wrong is one message on standard error and an exit code."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        app()
+    except FactscopeError as error:
+        print(f"factscope: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("factscope: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

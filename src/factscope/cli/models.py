@@ -1,0 +1,68 @@
+"""factscope models: what can be loaded, and what is here already."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["models"]
+
+
+def models(
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the short names, the model families and the converted models in the cache."""
+    found = _collect()
+    if json_:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+    else:
+        _show(found)
+
+
+def _collect() -> dict[str, Any]:
+    from factscope.fetch import cache_folder
+    from factscope.lm.arch import ARCHS
+    from factscope.lm.sources import DEFAULT, SHORT_NAMES, converted, is_converted
+
+    return {
+        "default": DEFAULT,
+        "short_names": [
+            {
+                "name": name,
+                "what": model.what,
+                "download_bytes": model.size,
+                "licence": model.licence,
+                "cached": is_converted(name),
+            }
+            for name, model in sorted(SHORT_NAMES.items())
+        ],
+        "families": sorted(ARCHS),
+        "cache": str(cache_folder()),
+        "converted": [
+            {"name": c.name, "path": str(c.path), "bytes": c.size} for c in converted()
+        ],
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    short = Table("short name", "model", "download", "licence", "here", box=box.SIMPLE)
+    for row in found["short_names"]:
+        here = "yes" if row["cached"] else "no"
+        short.add_row(
+            row["name"], row["what"], _megabytes(row["download_bytes"]), row["licence"], here
+        )
+    console.print(short)
+    console.print(f"families: {', '.join(found['families'])}", soft_wrap=True)
+    console.print("also: a folder with safetensors, a .gguf file, a hub id", soft_wrap=True)
+    console.print(f"cache: {found['cache']}", soft_wrap=True, markup=False)
+    for row in found["converted"]:
+        console.print(f"  {row['name']}  {_megabytes(row['bytes'])}", soft_wrap=True, markup=False)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"

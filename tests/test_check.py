@@ -1,0 +1,46 @@
+"""The load-time check: every family's row fits, a wrong one is caught by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import tiny
+
+from factscope.errors import BadModelFile, UnknownFamily
+from factscope.lm import arch
+from factscope.lm.arch import arch_of, check
+from factscope.lm.model import LM
+
+
+@pytest.fixture(autouse=True)
+def no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have no words to check."""
+    monkeypatch.setattr(arch, "_check_language", lambda lm: None)
+
+
+def test_every_row_fits_its_family(lm: LM) -> None:
+    check(lm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"transposed": False}, "transposed"),
+        ({"norm": ()}, "decode"),
+        ({"mlp_out": "mlp.c_fc"}, "mlp_out"),
+        ({"blocks": "transformer.layers"}, "blocks"),
+        ({"attn_out": "attn.o_proj"}, "attn_out"),
+    ],
+)
+def test_a_wrong_row_is_caught(fields: dict, part: str) -> None:
+    lm = tiny("gpt2")
+    wrong = LM(
+        model=lm.model, tokenizer=None, arch=replace(lm.arch, **fields), name="wrong"
+    )
+    with pytest.raises(BadModelFile, match=part):
+        check(wrong)
+
+
+def test_an_unknown_family_is_told_how_to_join() -> None:
+    with pytest.raises(UnknownFamily, match=r"Linear.*ARCHS.*CONTRIBUTING"):
+        arch_of(torch.nn.Linear(1, 1))

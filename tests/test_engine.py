@@ -1,0 +1,175 @@
+"""The main test of the project: the engine equals one hooked forward pass a cell."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import tiny
+
+from factscope.facts import Fact
+from factscope.lm.arch import ARCHS
+from factscope.lm.model import LM
+from factscope.lm.tokens import Prompt
+from factscope.records import KINDS, TraceRecord
+from factscope.tracing.corrupt import Corruption, Scale, draw
+from factscope.tracing.engine import Stretch, pack
+from factscope.tracing.memory import Budget
+from factscope.tracing.plain import Plain
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import Question, trace_batch
+
+PROMPTS = [(7, (1, 3)), (9, (0, 3)), (4, (3, 4))]
+"""Lengths and subjects, one of them the last token."""
+SCALE = Scale(sigma=0.3)
+CORRUPTION = Corruption(level=2.0, samples=3)
+SETTINGS = Tracing(corruption=CORRUPTION, window=2)
+
+
+def question(lm: LM, number: int) -> Question:
+    length, subject = PROMPTS[number]
+    ids = tuple(np.random.default_rng(number).integers(3, 99, length).tolist())
+    logits = lm.model(torch.tensor([ids])).logits[0, -1]
+    return Question(
+        fact=Fact(subject=str(number), prompt="{}"),
+        prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
+        subject=subject,
+        answer=int(logits.argmax()),
+        clean=logits.softmax(-1).max().item(),
+        known=True,
+    )
+
+
+def width(lm: LM) -> int:
+    return lm.embed.weight.shape[1]
+
+
+def plain(lm: LM, q: Question, settings: Tracing, scale: Scale = SCALE) -> Plain:
+    corrupt = settings.corruption.tokens(q.subject, len(q.prompt))
+    noise = draw(settings.corruption, scale, q.fact, corrupt[1] - corrupt[0], width(lm))
+    return Plain(lm, q.prompt.ids, corrupt, noise, settings)
+
+
+def table(lm: LM, cell, length: int) -> np.ndarray:
+    return np.array([[cell(t, layer) for layer in range(lm.n_layers)] for t in range(length)])
+
+
+def assert_same(lm: LM, record: TraceRecord, slow: Plain, settings: Tracing) -> None:
+    close = {"rtol": 1e-5, "atol": 0}
+    np.testing.assert_allclose(record.clean, slow.clean, **close)
+    np.testing.assert_allclose(record.corrupted, slow.corrupted, **close)
+    for kind in settings.kinds:
+        wanted = table(lm, lambda t, i, k=kind: slow.restored(k, t, i), slow.length)
+        np.testing.assert_allclose(np.array(record.restored[kind]), wanted, **close, err_msg=kind)
+    for module in settings.sever:
+        wanted = table(lm, lambda t, i, m=module: slow.severed(m, t, i), slow.length)
+        np.testing.assert_allclose(np.array(record.severed[module]), wanted, **close)
+
+
+def test_every_kind_and_severed_graph_of_every_family(lm: LM) -> None:
+    settings = replace(SETTINGS, sever=("mlp", "attn"))
+    questions = [question(lm, i) for i in range(len(PROMPTS))]
+    records = trace_batch(lm, questions, settings, SCALE, Budget(2**30))
+    for q, record in zip(questions, records, strict=True):
+        assert_same(lm, record, plain(lm, q, settings), settings)
+
+
+@pytest.mark.parametrize(
+    "corruption",
+    [
+        Corruption(level=0.5, in_sigmas=False, samples=2),
+        Corruption(distribution="uniform", samples=2),
+        Corruption(distribution="embedding", samples=2),
+        Corruption(replace=True, samples=2),
+        Corruption(extra_tokens=2, samples=1),
+        Corruption(stream="paper", seed=1, samples=3),
+    ],
+    ids=lambda c: f"{c.distribution} {c.level} {c.replace} {c.extra_tokens} {c.stream}",
+)
+def test_every_corruption_of_every_family(lm: LM, corruption: Corruption) -> None:
+    rng = np.random.default_rng(0)
+    n = width(lm)
+    scale = Scale(sigma=0.3, mean=rng.normal(size=n), spread=rng.normal(size=(n, n)) / n)
+    settings = replace(SETTINGS, corruption=corruption, kinds=("states", "mlp"))
+    q = question(lm, 0)
+    [record] = trace_batch(lm, [q], settings, scale, Budget(2**30))
+    assert_same(lm, record, plain(lm, q, settings, scale), settings)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "gptj"])
+@pytest.mark.parametrize(("window", "alignment"), [(1, "text"), (2, "code"), (10, "text")])
+def test_windows_of_any_width(family: str, window: int, alignment: str) -> None:
+    lm = tiny(family)
+    settings = replace(SETTINGS, window=window, alignment=alignment, kinds=("mlp", "attn"))
+    q = question(lm, 1)
+    [record] = trace_batch(lm, [q], settings, SCALE, Budget(2**30))
+    assert_same(lm, record, plain(lm, q, settings), settings)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "opt"])
+def test_severing_every_token(family: str) -> None:
+    lm = tiny(family)
+    settings = replace(SETTINGS, kinds=("states",), sever=("mlp", "attn"), sever_at="every")
+    q = question(lm, 0)
+    [record] = trace_batch(lm, [q], settings, SCALE, Budget(2**30))
+    assert_same(lm, record, plain(lm, q, settings), settings)
+
+
+def test_severing_at_the_last_subject_token_alone(lm: LM) -> None:
+    everywhere = replace(SETTINGS, kinds=(), sever=("mlp",))
+    q = question(lm, 1)
+    [whole] = trace_batch(lm, [q], everywhere, SCALE, Budget(2**30))
+    [one] = trace_batch(
+        lm, [q], replace(everywhere, sever_rows="last_subject"), SCALE, Budget(2**30)
+    )
+    last = q.subject[1] - 1
+    np.testing.assert_allclose(
+        np.array(one.severed["mlp"][last]), np.array(whole.severed["mlp"][last]), rtol=1e-5
+    )
+    measured = [row for row in one.severed["mlp"] if any(x is not None for x in row)]
+    assert len(measured) == 1
+
+
+def test_a_tight_memory_bound_splits_the_work_and_changes_nothing(lm: LM) -> None:
+    questions = [question(lm, i) for i in range(len(PROMPTS))]
+    free = trace_batch(lm, questions, SETTINGS, SCALE, Budget(2**30))
+    tight = trace_batch(lm, questions, SETTINGS, SCALE, Budget(1))
+    for a, b in zip(free, tight, strict=True):
+        for kind in KINDS:
+            np.testing.assert_allclose(
+                np.array(a.restored[kind]), np.array(b.restored[kind]), rtol=1e-5
+            )
+
+
+def test_what_must_hold_of_any_trace(lm: LM) -> None:
+    q = question(lm, 0)
+    [record] = trace_batch(lm, [q], SETTINGS, SCALE, Budget(2**30))
+    states = np.array(record.restored["states"])
+    assert states[-1, -1] == pytest.approx(record.clean, rel=1e-5)  # last token, last layer
+    before = slice(0, q.subject[0])
+    assert states[before] == pytest.approx(record.corrupted, rel=1e-5)  # nothing to restore
+    assert states[:-1, -1] == pytest.approx(record.corrupted, rel=1e-5)  # too late to be read
+    assert abs(states[q.subject[0] :, :-1] - record.corrupted).max() > 1e-4
+    assert len(record.corrupted_samples) == CORRUPTION.samples
+    assert np.mean(record.corrupted_samples) == pytest.approx(record.corrupted)
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    from families import FAMILIES
+
+    assert {kind for kind, _ in FAMILIES.values()} == set(ARCHS)
+
+
+def test_strands_hold_every_stretch_once_and_are_nearly_full() -> None:
+    stretches = [
+        Stretch(clean=0, row=row, start=start, stop=12, answer=0)
+        for row in (1, 2)
+        for start in range(12)
+    ]
+    strands = pack(stretches, alone=False)
+    assert sorted((s.row, s.start) for held in strands for s in held) == sorted(
+        (s.row, s.start) for s in stretches
+    )
+    assert all(len({s.row for s in held}) == 1 for held in strands)
+    widths = [sum(map(len, held)) for held in strands]
+    assert sum(widths) / (max(widths) * len(widths)) > 0.9

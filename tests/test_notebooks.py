@@ -1,0 +1,47 @@
+"""Every notebook runs from top to bottom, and is kept without outputs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from factscope.report import figures
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_without_outputs(path: Path):
+    cells = code_cells(read(path))
+    assert cells
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+
+
+def draws(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell ends in a figure."""
+    last = cell.source.splitlines()[-1]
+    return any(last.startswith(f"{name}(") for name in figures.__all__ if name != "save_figure")
+
+
+@pytest.mark.model
+@pytest.mark.filterwarnings("default")  # of the notebook's machinery, not ours
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_shows_its_figures(path: Path, tmp_path: Path):
+    notebook = read(path)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    drawing = [cell for cell in code_cells(notebook) if draws(cell)]
+    assert drawing
+    for cell in drawing:
+        assert any("image/png" in out.get("data", {}) for out in cell.outputs), cell.source

@@ -1,0 +1,263 @@
+"""Tokens of a prompt and of its subject, for every kind of tokenizer.
+
+The ranges are compared with an account in bytes that does not use the tokenizer's offsets.
+"""
+
+import copy
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from tokenizers_ import STYLES, tokenizer
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from factscope.errors import BadFact, PromptTooLong
+from factscope.facts import Fact
+from factscope.lm.arch import ARCHS
+from factscope.lm.load import from_model
+from factscope.lm.model import LM
+from factscope.lm.tokens import encode, encode_fact, first_token
+
+METASPACE = ("llama", "gemma")
+IN_FRONT = {"llama": "<s>", "opt": "</s>"}
+CITY = "The Eiffel Tower is located in the city of"
+
+FACTS = {
+    "start": ("The Eiffel Tower is located in the city of", "The Eiffel Tower"),
+    "middle": ("The mother tongue of Danielle Darrieux is", "Danielle Darrieux"),
+    "end": ("I once saw Miles Davis", "Miles Davis"),
+    "whole": ("Paris", "Paris"),
+    "one letter": ("Plan B is better than", "B"),
+    "comma after": ("In Oslo, the language is", "Oslo"),
+    "stop at the end": ("He lives in Rome.", "Rome"),
+    "quoted": ('The book "Hamlet" was written by', "Hamlet"),
+    "mid-word": ("Audible.com is owned by", "Audible"),
+    "inside a word": ("The Parisians live in", "Paris"),
+    "second time": ("New York, New York is in the state of", "New York"),
+    "accents": ("The city of Brasília is in", "Brasília"),
+    "all accents": ("Ångström Éluard œuvre is by", "Éluard"),
+    "cjk": ("東京タワーは日本の", "東京タワー"),
+    "cjk amid english": ("The tower 東京タワー is in", "東京タワー"),
+    "emoji": ("The tower 🗼 is in the city of", "🗼"),
+    "joined emoji": ("The family 👩‍👩‍👧 is", "👩‍👩‍👧"),
+    "two spaces": ("The  Nile  is in", "Nile"),
+}
+
+
+def lm_with(tok: Any, family: str = "gpt2") -> LM:
+    """A tiny random model that reads with the given tokenizer."""
+    if family == "gemma2":
+        model: Any = Gemma2ForCausalLM(
+            Gemma2Config(
+                vocab_size=len(tok), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            )
+        )  # fmt: skip
+    else:
+        config = GPT2Config(
+            vocab_size=len(tok), n_embd=16, n_layer=2, n_head=2, n_positions=64,
+            bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    return from_model(model, tok, name="tiny", check=False)
+
+
+@pytest.fixture(params=STYLES)
+def style(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def lm(style: str) -> LM:
+    return lm_with(tokenizer(style))
+
+
+def token_bytes(style: str, token: str) -> bytes:
+    """What a token of the vocabulary spells; nothing for a special one."""
+    if token in tokenizer(style).all_special_tokens:
+        return b""
+    if style not in METASPACE:
+        back = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        return bytes(back[letter] for letter in token)
+    if token.startswith("<0x"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def tokens_by_bytes(style: str, ids: tuple[int, ...], fact: Fact) -> tuple[int, int]:
+    """The tokens whose bytes are the subject's, at least in part."""
+    names: Any = tokenizer(style).convert_ids_to_tokens(list(ids))
+    pieces = [token_bytes(style, name) for name in names]
+    spelled = b"".join(pieces)
+    shift = len(spelled) - len(fact.text.encode())  # the space that LLaMA puts in front
+    assert spelled[shift:] == fact.text.encode()
+    begin = shift + len(fact.text[: fact.subject_span[0]].encode())
+    end = begin + len(fact.subject.encode())
+    edges = list(accumulate(map(len, pieces), initial=0))
+    inside = [i for i, (a, b) in enumerate(pairwise(edges)) if a < b and a < end and b > begin]
+    return inside[0], inside[-1] + 1
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_subject_tokens_spell_the_subject(style: str, lm: LM, case: str) -> None:
+    fact = Fact.from_text(*FACTS[case])
+    prompt, subject = encode_fact(lm, fact)
+    wanted = tokens_by_bytes(style, prompt.ids, fact)
+    # The space that LLaMA puts in front may be a token of its own; it shows the first letter.
+    assert subject[1] == wanted[1]
+    assert subject[0] == wanted[0] or (style == "llama" and subject[0] == wanted[0] - 1)
+    assert fact.subject_span[0] == 0 or subject[0] == wanted[0]
+
+
+def test_the_first_of_two_places_can_be_chosen(lm: LM) -> None:
+    text, name = FACTS["second time"]
+    prompt, second = encode_fact(lm, Fact.from_text(text, name))
+    _, first = encode_fact(lm, Fact.from_text(text, name, occurrence=1))
+    assert first[1] <= second[0]
+    assert "".join(prompt.texts[slice(*first)]).strip() == name
+
+
+def test_tokens_of_one_character(lm: LM) -> None:
+    prompt = encode(lm, CITY)
+    here = CITY.index("w")  # in Tower
+    start, stop = prompt.tokens_of((here, here + 1))
+    assert stop == start + 1
+    assert "w" in prompt.texts[start]
+
+
+def test_tokens_of_everything_leaves_special_tokens_out(style: str, lm: LM) -> None:
+    prompt = encode(lm, CITY)
+    assert prompt.tokens_of((0, len(CITY))) == (int(style in IN_FRONT), len(prompt))
+
+
+@pytest.mark.parametrize("span", [(0, 0), (999, 1000)])
+def test_tokens_of_nothing_is_an_error(lm: LM, span: tuple[int, int]) -> None:
+    prompt = encode(lm, CITY)
+    with pytest.raises(BadFact, match="no token lies in"):
+        prompt.tokens_of(span)
+
+
+def test_texts_join_to_the_prompt(style: str, lm: LM) -> None:
+    prompt = encode(lm, CITY)
+    front = IN_FRONT.get(style, "")
+    assert "".join(prompt.texts) == front + CITY
+    assert len(prompt.ids) == len(prompt.offsets) == len(prompt.texts) == len(prompt)
+
+
+def test_a_character_of_several_tokens_is_shown_whole(lm: LM) -> None:
+    prompt = encode(lm, "in 東")
+    assert prompt.texts[-3:] == ("東", "東", "東")
+
+
+def test_what_stands_in_front(style: str, lm: LM) -> None:
+    prompt = encode(lm, CITY)
+    plain = encode(lm, CITY, special=False)
+    front = [IN_FRONT[style]] if style in IN_FRONT else []
+    assert prompt.ids == (*lm.tokenizer.convert_tokens_to_ids(front), *plain.ids)
+
+
+def test_a_forgotten_bos_is_added_where_the_family_needs_it() -> None:
+    tok = tokenizer("gemma")
+    assert ARCHS["gemma2"].needs_bos
+    forgetful, gemma = encode(lm_with(tok), CITY), encode(lm_with(tok, "gemma2"), CITY)
+    assert forgetful.ids[0] != tok.bos_token_id
+    assert gemma.ids == (tok.bos_token_id, *forgetful.ids)
+    assert gemma.offsets == ((0, 0), *forgetful.offsets)
+    assert gemma.texts[0] == "<bos>"
+    assert encode(lm_with(tok, "gemma2"), CITY, special=False).ids == forgetful.ids
+
+
+def test_a_forgotten_bos_moves_the_subject() -> None:
+    lm = lm_with(tokenizer("gemma"), "gemma2")
+    fact = Fact.from_text(CITY, "The Eiffel Tower")
+    prompt, (start, stop) = encode_fact(lm, fact)
+    assert start == 1
+    assert "".join(prompt.texts[start:stop]) == "The Eiffel Tower"
+
+
+def test_bos_is_never_there_twice() -> None:
+    lm = lm_with(tokenizer("llama"), "gemma2")
+    bos = lm.tokenizer.bos_token_id
+    assert encode(lm, CITY).ids.count(bos) == 1
+    assert encode(lm_with(tokenizer("gemma"), "gemma2"), "<bos>" + CITY).texts[:2] == (
+        "<bos>",
+        "The",
+    )
+
+
+def closing(style: str) -> Any:
+    """The style's tokenizer, but one that closes every text with EOS."""
+    tok: Any = copy.deepcopy(tokenizer(style))
+    end = tok.eos_token
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tok.eos_token_id)]
+    )
+    return tok
+
+
+def test_a_closing_eos_is_dropped(style: str) -> None:
+    tok = closing(style)
+    assert tok(CITY)["input_ids"][-1] == tok.eos_token_id
+    prompt = encode(lm_with(tok), CITY)
+    assert prompt.ids == tuple(tok(CITY)["input_ids"][:-1])
+    assert prompt.texts[-1].endswith("f")
+
+
+def test_an_eos_that_was_written_is_kept() -> None:
+    lm = lm_with(tokenizer("gpt2"))
+    assert encode(lm, CITY + "<|endoftext|>").ids[-1] == lm.tokenizer.eos_token_id
+
+
+def test_a_text_of_nothing(style: str, lm: LM) -> None:
+    if style in IN_FRONT:
+        assert encode(lm, "").texts == (IN_FRONT[style],)
+    else:
+        with pytest.raises(BadFact, match="no tokens"):
+            encode(lm, "")
+    with pytest.raises(BadFact, match="no tokens"):
+        encode(lm, "", special=False)
+
+
+def test_a_prompt_may_fill_the_context_and_no_more(style: str, lm: LM) -> None:
+    room = 64 - int(style in IN_FRONT)
+    text = "The" + " is" * (room - 1)
+    assert len(encode(lm, text)) == lm.context == 64
+    with pytest.raises(PromptTooLong, match="65 tokens.* 64"):
+        encode(lm, text + " is")
+
+
+@pytest.mark.parametrize("target", ["Paris", " Paris"])
+def test_first_token_of_the_target(style: str, lm: LM, target: str) -> None:
+    word = "▁P" if style in METASPACE else "ĠParis"
+    found = first_token(lm, encode(lm, CITY), CITY, target)
+    assert lm.tokenizer.convert_ids_to_tokens(found) == word
+
+
+@pytest.mark.parametrize("style", ["gpt2", "gemma", "opt", "qwen", "bloom"])
+def test_first_token_after_a_space(style: str, lm: LM) -> None:
+    text = CITY + " "
+    found = first_token(lm, encode(lm, text), text, "Paris")
+    assert lm.tokenizer.convert_ids_to_tokens(found) == "P"
+
+
+def test_first_token_after_punctuation(style: str, lm: LM) -> None:
+    text = 'The capital of France is "'
+    prompt = encode(lm, text)
+    found = first_token(lm, prompt, text, "Paris")
+    joined = encode(lm, text + " Paris")
+    assert joined.ids[: len(prompt)] == prompt.ids
+    assert found == joined.ids[len(prompt)]
+
+
+def test_first_token_of_a_target_that_brings_its_own_gap() -> None:
+    lm = lm_with(tokenizer("gpt2"))
+    found = first_token(lm, encode(lm, CITY), CITY, "\nParis")
+    assert lm.tokenizer.convert_ids_to_tokens(found) == "Ċ"
+
+
+def test_tokenizers_are_the_same_every_time() -> None:
+    ids = {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES}
+    tokenizer.cache_clear()
+    assert {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES} == ids
