@@ -2,9 +2,9 @@
 
     python bench/known_facts.py known_1000.json.gz RUNS --device cuda
 
-Traces every fact of the file that the model knows, once for each corruption of the paper's main text
-and appendix, into a run's folder each (RUNS/three-sigma, …); `factscope report RUNS/three-sigma`
-draws one of them, and `python bench/known_facts.py --summary RUNS` prints the table of all.
+Traces every fact of the file that the model knows, once for each corruption of the paper's main
+text and appendix, into a run's folder each (RUNS/three-sigma, …); `factscope report
+RUNS/three-sigma` draws one of them, and `python bench/known_facts.py --summary RUNS` prints the table of all.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def summary(runs: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trace the facts that the default model knows.")
     parser.add_argument("facts", type=Path, nargs="?")
     parser.add_argument("runs", type=Path, nargs="?")
     parser.add_argument("--summary", type=Path, metavar="RUNS", help="print the tables and stop")

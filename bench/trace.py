@@ -1,17 +1,17 @@
 """How fast is a causal trace? The reference algorithm and the engine, in one process.
 
-    python bench/trace.py --model smollm2-135m                        # a real prompt, on this machine
+    python bench/trace.py --model smollm2-135m                        # a real prompt, on a CPU
     python bench/trace.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --facts 32 --no-reference
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --like known_1000.json.gz
     python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
 
-The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code does
-(`factscope.tracing.plain`). Every cell costs it the same, so `--reference-cells N` times N cells,
-spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up. A `--shape`
-is a model with the given dimensions and random weights: time does not depend on their values.
-`--like FILE` takes the lengths and the subjects' places from a file of facts, as the default model's
-tokenizer has them.
+The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code
+does (`factscope.tracing.plain`). Every cell costs it the same, so `--reference-cells N` times N
+cells, spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up.
+A `--shape` is a model with the given dimensions and random weights: time does not depend on their
+values. `--like FILE` takes the lengths and the subjects' places from a file of facts, as the
+default model's tokenizer has them.
 """
 
 import argparse
@@ -131,13 +131,21 @@ def cells(plain: Plain, n_layers: int, wanted: int | None) -> Iterator[tuple[int
     return islice(everything, step // 2, None, step)
 
 
+def slow_twin(lm: LM, q: Question, scale: Scale, settings: Tracing) -> Plain:
+    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
+    width = lm.embed.weight.shape[1]
+
+    def noise() -> np.ndarray:
+        return draw(settings.corruption, scale, q.fact, stop - start, width)
+
+    return Plain(lm, q.prompt.ids, (start, stop), noise, settings)
+
+
 def reference(
     lm: LM, q: Question, scale: Scale, settings: Tracing, wanted: int | None, clock: Clock
 ) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
     """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
-    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
-    noise = draw(settings.corruption, scale, q.fact, stop - start, lm.embed.weight.shape[1])
-    plain = Plain(lm, q.prompt.ids, (start, stop), noise, settings)
+    plain = slow_twin(lm, q, scale, settings)
     found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
     for kind in KINDS:
         values: dict[tuple[int, int], float] = {}
@@ -152,13 +160,20 @@ def reference(
     return found
 
 
+def median_time(
+    lm: LM, q: Question, settings: Tracing, scale: Scale, budget: Budget, repeat: int, clock: Clock
+) -> float:
+    def run() -> None:
+        trace_batch(lm, [q], settings, scale, budget)
+
+    return statistics.median(clock(run) for _ in range(repeat))
+
+
 def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
-    noise = draw(settings.corruption, scale, q.fact, stop - start, lm.embed.weight.shape[1])
-    q = replace(q, answer=Plain(lm, q.prompt.ids, (start, stop), noise, settings).answer)
+    q = replace(q, answer=slow_twin(lm, q, scale, settings).answer)
     slow = {} if args.no_reference else reference(
         lm, q, scale, settings, args.reference_cells, clock
     )  # fmt: skip
@@ -166,19 +181,17 @@ def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: 
     for kind in KINDS:
         one = replace(settings, kinds=(kind,))
         record = trace_batch(lm, [q], one, scale, budget)[0]
-        times = [clock(lambda: trace_batch(lm, [q], one, scale, budget)) for _ in range(args.repeat)]
-        ours = statistics.median(times)
+        ours = median_time(lm, q, one, scale, budget, args.repeat, clock)
         if kind not in slow:
             print(f"| {kind} | | {ours:.3f} | | |")
             continue
         seconds, values = slow[kind]
-        gap = max(abs(record.restored[kind][t][i] / p - 1) for (t, i), p in values.items())
+        table = np.array(record.restored[kind])
+        gap = max(abs(table[cell] / p - 1) for cell, p in values.items())
         totals = [totals[0] + seconds, totals[1] + ours]
         print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {gap:.0e} |")
     if len(slow) == len(KINDS):
-        together = statistics.median(
-            clock(lambda: trace_batch(lm, [q], settings, scale, budget)) for _ in range(args.repeat)
-        )
+        together = median_time(lm, q, settings, scale, budget, args.repeat, clock)
         print(f"| all three | {totals[0]:.2f} | {together:.3f} | {totals[0] / together:.1f}× | |")
 
 
@@ -240,7 +253,7 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="How fast is a causal trace?")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
     parser.add_argument("--device", default="cpu")

@@ -1,9 +1,9 @@
 """Fixtures: tiny models of every family, and the default model for the few tests that need it."""
 
 import pytest
-from families import FAMILIES, tiny
 
 from factscope.lm.model import LM
+from families import FAMILIES, tiny
 
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES))

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import tiny
 
 from factscope.errors import BadModelFile, UnknownFamily
 from factscope.lm import arch
 from factscope.lm.arch import arch_of, check
 from factscope.lm.model import LM
+from families import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +34,7 @@ def test_every_row_fits_its_family(lm: LM) -> None:
 )
 def test_a_wrong_row_is_caught(fields: dict, part: str) -> None:
     lm = tiny("gpt2")
-    wrong = LM(
-        model=lm.model, tokenizer=None, arch=replace(lm.arch, **fields), name="wrong"
-    )
+    wrong = LM(model=lm.model, tokenizer=None, arch=replace(lm.arch, **fields), name="wrong")
     with pytest.raises(BadModelFile, match=part):
         check(wrong)
 

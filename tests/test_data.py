@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
-from tokenizers_ import tokenizer
 
 from factscope.data.everyday import everyday
 from factscope.data.facts_file import read_facts
@@ -22,6 +20,8 @@ from factscope.lm.predict import greedy
 from factscope.lm.tokens import encode
 from factscope.tracing import discover
 from factscope.tracing.discover import find_known, words_before
+from families import tiny_model
+from tokenizers_ import tokenizer
 
 TOWER = {"subject": "The Eiffel Tower", "prompt": "{} is in", "target": "Paris"}
 NEEDLE = {"subject": "Space Needle", "prompt": "The Space Needle is in", "target": "Seattle"}
@@ -209,7 +209,11 @@ def test_pararel_takes_the_first_pattern_that_ends_in_the_object(tmp_path: Path)
         "P7": [["a", "b"]],  # none that ends in the object
     }
     patterns = {
-        "P36": ["[Y] is the capital of [X].", "The capital of [X] is [Y] .", "[X]'s capital is [Y]."],
+        "P36": [
+            "[Y] is the capital of [X].",
+            "The capital of [X] is [Y] .",
+            "[X]'s capital is [Y].",
+        ],
         "P103": ["The mother tongue of [X] is [Y]"],
         "P7": ["[Y] of [X]", "[X] has [Y] inside.", "no place at all"],
     }
@@ -315,7 +319,7 @@ def test_find_known_draws_the_prompt_out(gpt2: LM, monkeypatch: pytest.MonkeyPat
 
 
 def test_find_known_needs_targets(gpt2: LM) -> None:
-    with pytest.raises(BadFact, match="Oslo.*target"):
+    with pytest.raises(BadFact, match=r"Oslo.*target"):
         list(find_known(gpt2, [Fact(subject="Oslo", prompt="{} is")]))
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import tiny
 
 from factscope.facts import Fact
 from factscope.lm.arch import ARCHS
@@ -18,6 +17,7 @@ from factscope.tracing.memory import Budget
 from factscope.tracing.plain import Plain
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import Question, trace_batch
+from families import tiny
 
 PROMPTS = [(7, (1, 3)), (9, (0, 3)), (4, (3, 4))]
 """Lengths and subjects, one of them the last token."""
@@ -46,7 +46,11 @@ def width(lm: LM) -> int:
 
 def plain(lm: LM, q: Question, settings: Tracing, scale: Scale = SCALE) -> Plain:
     corrupt = settings.corruption.tokens(q.subject, len(q.prompt))
-    noise = draw(settings.corruption, scale, q.fact, corrupt[1] - corrupt[0], width(lm))
+    tokens = corrupt[1] - corrupt[0]
+
+    def noise() -> np.ndarray:
+        return draw(settings.corruption, scale, q.fact, tokens, width(lm))
+
     return Plain(lm, q.prompt.ids, corrupt, noise, settings)
 
 

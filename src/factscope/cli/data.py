@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from factscope.cli.options import Device, Dtype, Json, Model
-from factscope.cli.show import doing, print_json, progress, results
+from factscope.cli.show import doing, notes, print_json, progress, results
 
 __all__ = ["data"]
 
@@ -25,7 +25,9 @@ def find_known(
     facts: Annotated[
         Path, typer.Option(help="ParaRel's table of facts, or a facts file with templates.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the known facts go (JSON lines).")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Where the known facts go (JSON lines).")
+    ],
     patterns: Annotated[
         Path | None, typer.Option(help="ParaRel's table of patterns, with [X] and [Y].")
     ] = None,
@@ -46,7 +48,13 @@ def find_known(
     from factscope.report.save import save_text
     from factscope.tracing.discover import find_known as find
 
-    asked = list(statements(facts, patterns) if patterns else read_facts(facts).facts)
+    if patterns is None:
+        file = read_facts(facts)
+        for problem in file.problems:
+            notes.print(f"left out: {problem}", soft_wrap=True)
+        asked = list(file.facts)
+    else:
+        asked = list(statements(facts, patterns))
     if limit is not None and limit < len(asked):
         asked = random.Random(seed).sample(asked, limit)
     with doing(f"loading {model}"):
@@ -71,5 +79,5 @@ def find_known(
     if json:
         print_json({"asked": len(asked), "known": len(found), "file": str(out)})
         return
-    results.print(f"{len(found)} of {len(asked)} facts are known to {model}: {out}")
-    results.print(f"Next: factscope trace --facts {out} --out RUN")
+    summary = f"{len(found)} of {len(asked)} facts are known to {model}: {out}"
+    results.print(f"{summary}\nNext: factscope trace --facts {out} --out RUN", soft_wrap=True)

@@ -28,6 +28,10 @@ app.command()(demo)
 app.add_typer(data, name="data")
 
 
+INTERRUPTED = 130
+"""The exit code that typer makes of Ctrl-C."""
+
+
 def main() -> None:
     """Run a command; what goes wrong is one message on standard error and an exit code."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -36,9 +40,10 @@ def main() -> None:
     except FactscopeError as error:
         print(f"factscope: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("factscope: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            print("factscope: stopped; the same command goes on from here", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

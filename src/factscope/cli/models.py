@@ -38,9 +38,7 @@ def _collect() -> dict[str, Any]:
         ],
         "families": sorted(ARCHS),
         "cache": str(cache_folder()),
-        "converted": [
-            {"name": c.name, "path": str(c.path), "bytes": c.size} for c in converted()
-        ],
+        "converted": [{"name": c.name, "path": str(c.path), "bytes": c.size} for c in converted()],
     }
 
 

@@ -44,8 +44,8 @@ def report(
     if json:
         print_json({"files": [str(p) for p in written], "summary": _numbers(effects)})
         return
-    results.print(as_markdown(summary_table(effects)), markup=False)
-    results.print(f"{len(written)} files; open {folder / 'index.html'}")
+    results.print(as_markdown(summary_table(effects)), soft_wrap=True)
+    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
 
 
 def _numbers(effects: dict) -> dict:

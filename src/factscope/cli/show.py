@@ -21,8 +21,9 @@ from rich.text import Text
 
 __all__ = ["doing", "notes", "print_json", "progress", "results"]
 
-results = Console(highlight=False)
-notes = Console(stderr=True, highlight=False)
+# Without markup: prompts, paths and tokens may hold square brackets of their own.
+results = Console(highlight=False, markup=False)
+notes = Console(stderr=True, highlight=False, markup=False)
 
 
 def print_json(value: Any) -> None:
@@ -45,7 +46,7 @@ class Rate(ProgressColumn):
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar with rate and time left; call what it yields with how many were done."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), Rate(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=notes, speed_estimate_period=300) as bar:
@@ -56,7 +57,8 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """A spinner with the time, for a step of unknown length."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    description = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), description, TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         bar.add_task(what, total=None)
         yield

@@ -58,7 +58,9 @@ def trace(
     ] = None,
     replace_: Annotated[
         bool,
-        typer.Option("--replace", help="Noise instead of the embedding.", rich_help_panel=Corrupted),
+        typer.Option(
+            "--replace", help="Noise instead of the embedding.", rich_help_panel=Corrupted
+        ),
     ] = False,
     extra_tokens: Annotated[
         int | None,
@@ -183,20 +185,21 @@ def _one(
         print_json(record.to_json())
         return
     _print(record)
-    results.print(f"Figure: {out}")
+    results.print(f"Figure: {out}", soft_wrap=True)
 
 
 def _print(record: "TraceRecord") -> None:
     """The answer, the three probabilities, the strongest cells, a small heat map."""
+    from rich.text import Text
+
     from factscope.report.terminal import strongest_cells, trace_heatmap
 
     first = next(iter(record.restored), None)
-    results.print(f"[bold]{record.fact.text}[/] →{record.answer}", soft_wrap=True)
+    said = Text.assemble((record.fact.text, "bold"), f" →{record.answer}")
+    results.print(said, soft_wrap=True)
     if not record.known:
-        results.print(
-            f"[yellow]Not known:[/] {record.fact.target!r} was expected; "
-            "averages leave such a fact out."
-        )
+        expected = f" {record.fact.target!r} was expected; averages leave such a fact out."
+        results.print(Text.assemble(("Not known:", "yellow"), expected))
     best = max((x or 0) for row in record.restored[first] for x in row) if first else 0
     results.print(
         f"P clean {record.clean:.3f}   corrupted {record.corrupted:.3f}   "
@@ -245,7 +248,7 @@ def _many(
     run = TraceRun(model=model, dtype=dtype, facts=facts, limit=limit, settings=settings)
     file = run.read()
     for problem in file.problems:
-        notes.print(f"left out: {problem}", markup=False)
+        notes.print(f"left out: {problem}", soft_wrap=True)
     lm = _load(model, device, dtype)
     folder = run.begin(lm, out)
     with progress("tracing", len(file.facts)) as done:
@@ -256,5 +259,5 @@ def _many(
         print_json({"run": str(out), "facts": len(records), "known": known,
                     "left_out": list(file.problems)})  # fmt: skip
         return
-    results.print(f"{len(records)} facts, {known} known to {model}: {folder.records_path}")
-    results.print(f"Next: factscope report {out}")
+    summary = f"{len(records)} facts, {known} known to {model}: {folder.records_path}"
+    results.print(f"{summary}\nNext: factscope report {out}", soft_wrap=True)

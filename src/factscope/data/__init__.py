@@ -1,0 +1,1 @@
+"""Facts and text, from files and from the package itself."""

@@ -91,7 +91,8 @@ def _fact(record: Any, default_id: str) -> Fact:
         "target": target,
         "relation": None if relation is None else str(relation),
     }
-    subject, prompt = inner.get("subject"), inner.get("prompt")
+    subject: Any = inner.get("subject")
+    prompt: Any = inner.get("prompt")
     for what, value in (("subject", subject), ("prompt", prompt)):
         if not isinstance(value, str) or not value.strip():
             raise BadFact(f"the field {what!r} is missing or empty")

@@ -39,7 +39,7 @@ class Arch:
     mlp_out: str
     """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
     norm: tuple[str, ...]
-    """What a last state goes through before the head; a name that the model lacks is passed over."""
+    """What a last state goes through before the head; a name that the model lacks is left out."""
     transposed: bool = False
     """Whether `mlp_out` stores W as (key, value), as GPT-2's Conv1D does."""
     needs_bos: bool = False
@@ -176,9 +176,11 @@ def _check_names(lm: "LM") -> None:
             raise _misfit(lm, part, "is not a module with a weight matrix")
         if lm.width != weight.shape[1 if lm.arch.transposed else 0]:
             raise _misfit(
-                lm, part, f"has a weight of {tuple(weight.shape)}, so that W k is no state of width "
+                lm,
+                part,
+                f"has a weight of {tuple(weight.shape)}, so that W k is no state of width "
                 f"{lm.width}, or `transposed` is wrong",
-            )  # fmt: skip
+            )
 
 
 def _named(lm: "LM", owner: nn.Module, part: str) -> nn.Module:

@@ -58,6 +58,7 @@ def forward(
         # Falcon adds to what its MLP returned in place: keep a copy.
         return lambda out: contributions[name].append(out.clone().view(rows, length, -1))
 
+    outputs: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor | None]]]
     outputs = [(block, states.append) for block in lm.blocks]
     for name in keep:
         outputs += [(lm.contribution(name, i), keep_output(name)) for i in range(lm.n_layers)]
@@ -93,9 +94,7 @@ def _bind(block: torch.nn.Module, calls: list[dict[str, Any]]) -> Callable[..., 
 
 
 @torch.no_grad()
-def keys_of(
-    lm: "LM", ids: Int[Tensor, "row token"], layer: int
-) -> Float[Tensor, "row token key"]:
+def keys_of(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
     """k: the input of a layer's MLP output weight."""
     kept: list[Tensor] = []
     with on_call((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):

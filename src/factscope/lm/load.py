@@ -1,4 +1,4 @@
-"""Load a model: a name, a device, a number format → LM. Safetensors only, never a model's own code."""
+"""Load a model by name → LM. Safetensors only, and never code that comes with a model."""
 
 import copy
 import importlib.util
@@ -24,7 +24,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
 }
 """What `dtype` may be. "tf32" keeps float32 weights but multiplies them with TensorFloat-32 (10
-bits of mantissa), several times faster on recent NVIDIA GPUs; "auto" is what the model was saved in.
+bits of mantissa), several times faster on recent NVIDIA GPUs; "auto" is what the file has.
 PyTorch holds the choice between float32 and TF32 for the whole process: the last load decides."""
 
 
@@ -54,7 +54,9 @@ def load(
     return _finish(model, _paddable(tokenizer), str(name), check)
 
 
-def from_model(model: nn.Module, tokenizer: Any, *, name: str | None = None, check: bool = True) -> LM:
+def from_model(
+    model: nn.Module, tokenizer: Any, *, name: str | None = None, check: bool = True
+) -> LM:
     """The LM of a transformers model that is loaded already; freezes it and sets eval mode.
 
     The tokenizer is copied, since ours pads on the right.
@@ -186,7 +188,7 @@ def _pretrained(
     if not tokenizer("A text", add_special_tokens=False)["input_ids"]:
         # Where the files are missing, transformers makes a tokenizer that knows no word.
         raise BadModelFile(f"{place} has no tokenizer; save its tokenizer.json beside the weights")
-    model, info = AutoModelForCausalLM.from_pretrained(
+    read: Any = AutoModelForCausalLM.from_pretrained(
         place,
         dtype=dtype,
         device_map=device_map,
@@ -194,6 +196,7 @@ def _pretrained(
         output_loading_info=True,
         **safe,
     )
+    model, info = read
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
         raise BadModelFile(
@@ -231,7 +234,7 @@ def _explain(place: str, error: Exception) -> FactscopeError:
         return unknown(place, "the hub does not have it, or not for you")
     if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return NoNetwork(
-            f"{place!r} is no short name, folder or file here, and the model hub cannot be reached; "
+            f"{place!r} is no short name, folder or file here, and the hub cannot be reached; "
             "check the name and the network, or give a folder with safetensors"
         )
     reason = " ".join(str(error).split())

@@ -119,9 +119,7 @@ class Replay:
         view, run = self.view, self.run
         device = run.keys[layer].device
         rows = view.row.to(device)
-        return _Past(
-            run.keys[layer][rows, :, : view.past], run.values[layer][rows, :, : view.past]
-        )
+        return _Past(run.keys[layer][rows, :, : view.past], run.values[layer][rows, :, : view.past])
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
         """The view's mask in the form of the first run's: True to see, or a bias to add."""

@@ -1,0 +1,1 @@
+"""The same work many times over, into a folder that survives a kill."""

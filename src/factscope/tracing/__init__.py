@@ -1,0 +1,1 @@
+"""Locate: which hidden states carry a fact (paper §2)."""

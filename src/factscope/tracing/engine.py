@@ -280,9 +280,7 @@ def _frozen(corrupted: Tensor, strands: Strands, every: bool) -> Callable[[Tenso
     return put
 
 
-def _answers(
-    lm: LM, strands: Strands, pending: Tensor, job: Job
-) -> Float[Tensor, "layer stretch"]:
+def _answers(lm: LM, strands: Strands, pending: Tensor, job: Job) -> Float[Tensor, "layer stretch"]:
     """The answer's probability after each cell's last state."""
     last = pending[:, strands.strand, strands.last]
     answer = strands.answer.expand(last.shape[:2]).flatten()

@@ -58,7 +58,8 @@ def attributions(
     steps: int = 50,
 ) -> Float[Tensor, "token width"]:
     """IG of one layer's states, or of its MLP or attention outputs, entry by entry."""
-    run = forward(lm, torch.tensor([ids], device=lm.device), keep=() if kind == "states" else (kind,))
+    keep = () if kind == "states" else (kind,)
+    run = forward(lm, torch.tensor([ids], device=lm.device), keep=keep)
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     scales = _scales(torch.tensor((nodes + 1) / 2), len(ids), path)
     share = torch.tensor(weights / 2).repeat(len(scales) // steps)

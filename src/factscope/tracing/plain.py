@@ -1,7 +1,7 @@
-"""Causal tracing as one would first write it: a hooked forward pass for every cell.
+"""Causal tracing as the paper's own code does it: a hooked forward pass for every cell.
 
-This is the reference algorithm, slow and obvious, one fact at a time. The engine must give the
-same numbers, and its benchmarks count from here.
+Slow and obvious, one fact at a time, the noise drawn anew and the whole model run with its default
+settings at every pass. The engine must give the same numbers, and its benchmarks count from here.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class Plain:
         lm: LM,
         ids: tuple[int, ...],
         corrupt: tuple[int, int],
-        noise: Float64[np.ndarray, "sample token width"],
+        noise: Callable[[], Float64[np.ndarray, "sample token width"]],
         settings: Tracing,
     ) -> None:
         self.lm, self.corrupt, self.noise, self.settings = lm, corrupt, noise, settings
-        self.ids = torch.tensor([ids] * (1 + len(noise)), device=lm.device)
+        self.ids = torch.tensor([ids] * (1 + settings.corruption.samples), device=lm.device)
         self.length = len(ids)
         clean = self._probabilities([])[0]
         self.answer = int(clean.argmax())
@@ -73,7 +73,7 @@ class Plain:
     def _corrupt_embeddings(self, out: Tensor) -> Tensor:
         start, stop = self.corrupt
         out[1:, start:stop] = noisy(
-            out[1:, start:stop], self.noise, self.settings.corruption.replace
+            out[1:, start:stop], self.noise(), self.settings.corruption.replace
         )
         return out
 
@@ -83,7 +83,7 @@ class Plain:
     @torch.no_grad()
     def _probabilities(self, hooks: list) -> Tensor:
         with on_output((self.lm.embed, self._corrupt_embeddings), *hooks):
-            logits = self.lm.model(self.ids, use_cache=False).logits
+            logits = self.lm.model(self.ids).logits
         return logits[:, -1].float().softmax(-1)
 
     def _score(self, hooks: list) -> float:

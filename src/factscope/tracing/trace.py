@@ -281,9 +281,7 @@ def _corrupted(
     return p.view(len(questions), samples).cpu()
 
 
-def _restorations(
-    lm: LM, settings: Tracing
-) -> dict[tuple[str, str], tuple[Restoration, str]]:
+def _restorations(lm: LM, settings: Tracing) -> dict[tuple[str, str], tuple[Restoration, str]]:
     """Every table asked for, and at which tokens it restores."""
     single = [(layer, layer + 1) for layer in range(lm.n_layers)]
     windows = [window_of(settings, layer, lm.n_layers) for layer in range(lm.n_layers)]

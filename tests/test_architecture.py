@@ -1,0 +1,146 @@
+"""Who may import what: data flows one way, and what only reads records needs no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import factscope
+
+ROOT = Path(next(iter(factscope.__path__)))
+FILES = sorted(ROOT.rglob("*.py"))
+
+LEVELS = (
+    ("errors",),
+    ("facts", "fetch"),
+    ("records",),
+    ("analysis",),
+    ("report",),
+    ("lm",),
+    ("data",),
+    ("tracing",),
+    ("runs",),
+    ("cli",),
+)
+"""A module imports from levels above its own in this list, or from its own package."""
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+LIGHT = ("errors", "facts", "fetch", "records", "analysis", "report")
+"""What needs no torch."""
+
+
+def part_of(path: Path) -> str:
+    """The package or module directly below factscope."""
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, also within functions and for types only."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written out in full"
+            assert node.module is not None
+            # `from factscope.lm import arch` means factscope.lm.arch
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def users_of(package: str) -> set[str]:
+    """The parts of factscope that import a package."""
+    return {part_of(f) for f in FILES if any(m.split(".")[0] == package for m in imports(f))}
+
+
+def test_every_part_has_a_level() -> None:
+    assert {part_of(f) for f in FILES} - {"__init__", "__main__"} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_imports_never_turn_back(path: Path) -> None:
+    here = part_of(path)
+    if here in ("__init__", "__main__"):
+        return
+    ours = {m.split(".")[1] for m in imports(path) if m.startswith("factscope.")}
+    wrong = {part for part in ours - {here} if LEVEL[part] >= LEVEL[here]}
+    assert not wrong, f"{here} is below {', '.join(sorted(wrong))}"
+
+
+def test_there_are_no_circles() -> None:
+    """Within a package: what is imported when a module is loaded goes one way, too."""
+    names = {".".join(("factscope", *f.relative_to(ROOT).with_suffix("").parts)): f for f in FILES}
+    graph = {
+        name: {m for m in _at_load(f) if m in names and m != name} for name, f in names.items()
+    }
+    while free := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph
+
+
+def _at_load(path: Path) -> set[str]:
+    body = ast.parse(path.read_text("utf-8")).body
+    found = set()
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_reading_records_needs_no_torch() -> None:
+    for package in ("torch", "transformers", "safetensors"):
+        assert not users_of(package) & set(LIGHT)
+
+
+def test_transformers_stays_in_lm() -> None:
+    assert users_of("transformers") == {"lm"}
+
+
+def test_the_terminal_stays_at_the_edge() -> None:
+    assert users_of("typer") == {"cli"}
+    assert users_of("rich") <= {"cli", "report"}
+    assert users_of("argparse") == set()
+
+
+def test_hooks_are_registered_in_one_file() -> None:
+    users = [f for f in FILES if "register_forward" in f.read_text("utf-8")]
+    assert users == [ROOT / "lm" / "hooks.py"]
+
+
+def test_results_are_not_printed_below_the_command_line() -> None:
+    for path in FILES:
+        calls = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
+        prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+        assert not prints or part_of(path) == "cli", path
+
+
+PROBE = """
+import os, sys
+before = dict(os.environ), os.getcwd(), sorted(os.listdir())
+import logging
+import {module}
+assert (dict(os.environ), os.getcwd(), sorted(os.listdir())) == before, "the surroundings changed"
+assert not logging.getLogger().handlers, "logging was set up"
+heavy = {{"torch", "transformers", "matplotlib", "numpy", "gguf", "pandas"}} & set(sys.modules)
+assert not heavy, f"loads {{heavy}}"
+"""
+
+
+@pytest.mark.parametrize("module", ["factscope", "factscope.cli.main"])
+def test_importing_does_nothing_and_is_light(module: str, tmp_path: Path) -> None:
+    probe = PROBE.format(module=module)
+    words = [sys.executable, "-c", probe]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_report_starts_without_torch(tmp_path: Path) -> None:
+    probe = "import sys, factscope.report.run; assert 'torch' not in sys.modules"
+    words = [sys.executable, "-c", probe]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
