@@ -6,19 +6,17 @@ Usage: python examples/average_effects.py FACTS [MODEL] [FOLDER]
 import sys
 from pathlib import Path
 
+from factscope import Tracing, load, trace_many, write_records
 from factscope.analysis.effects import AverageEffects, average_kinds
 from factscope.data.facts_file import read_facts
-from factscope.lm.load import load
-from factscope.records import write_records
 from factscope.report.figures import average_heatmaps, average_lines, save_figure
-from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import trace_many
 
 
 def main(
     facts: str,
     model: str = "smollm2-135m",
     out: str = "averages",
+    *,
     settings: Tracing | None = None,
 ) -> dict[str, AverageEffects]:
     """Records and two figures in a folder; facts that the model does not know are left out."""

@@ -6,17 +6,12 @@ Usage: python examples/compare_corruptions.py [MODEL] [FOLDER]
 import sys
 from pathlib import Path
 
-from factscope.facts import Fact
-from factscope.lm.load import load
-from factscope.records import TraceRecord
+from factscope import Corruption, Fact, TraceRecord, Tracing, load, trace
 from factscope.report.figures import save_figure, trace_figure
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import trace
 
 
 def main(
-    model: str = "smollm2-135m", out: str = "corruptions", samples: int = 10
+    model: str = "smollm2-135m", out: str = "corruptions", *, samples: int = 10
 ) -> dict[str, TraceRecord]:
     """A figure of the states under each corruption."""
     lm = load(model)

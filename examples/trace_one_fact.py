@@ -8,17 +8,12 @@ from pathlib import Path
 
 import rich
 
-from factscope.facts import Fact
-from factscope.lm.load import load
-from factscope.records import TraceRecord
+from factscope import Corruption, Fact, TraceRecord, Tracing, load, trace
 from factscope.report.figures import save_figure, traces_figure
 from factscope.report.terminal import strongest_cells
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import trace
 
 
-def main(model: str = "smollm2-135m", out: str = "trace.png", samples: int = 10) -> TraceRecord:
+def main(model: str = "smollm2-135m", out: str = "trace.png", *, samples: int = 10) -> TraceRecord:
     """Trace the Eiffel Tower's city and draw it."""
     fact = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Paris")
     record = trace(load(model), fact, Tracing(corruption=Corruption(samples=samples)))

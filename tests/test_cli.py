@@ -199,7 +199,7 @@ MISTAKES = {
     "empty subject": ([CITY, "--subject", ""], ["subject"]),
     "empty prompt": (["", "--subject", TOWER], ["prompt is empty"]),
     "prompt too long": ([f"{TOWER} is" + " is" * 70, "--subject", TOWER], ["tokens", "64"]),
-    "braces": (["The {} of Oslo is", "--subject", "Oslo"], ["exactly one"]),
+    "braces": (["The {} of Oslo is", "--subject", "Oslo"], ["must have"]),
     "no subject": ([CITY], ["--subject"]),
     "no such occurrence": ([CITY, "--subject", TOWER, "--occurrence", "2"], ["occurrence 2"]),
     "preset": ([CITY, "--subject", TOWER, "--preset", "papper"], ["'papper'", "paper"]),

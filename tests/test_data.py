@@ -130,7 +130,7 @@ BROKEN = {
     "prompt of a wrong kind": ({"subject": "Oslo", "prompt": ["{}"]}, "'prompt'"),
     "target of a wrong kind": ({"subject": "Oslo", "prompt": "{} is", "target": 5}, "'target'"),
     "subject not in prompt": ({"subject": "Oslo", "prompt": "Olso is in"}, "Olso"),
-    "two places": ({"subject": "Oslo", "prompt": "{} and {} are in"}, "exactly one"),
+    "two places": ({"subject": "Oslo", "prompt": "{} and {} are in"}, "must have"),
     "rewrite of a wrong kind": ({"case_id": 1, "requested_rewrite": "x"}, "must be an object"),
 }
 

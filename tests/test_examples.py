@@ -54,10 +54,11 @@ def test_average_effects(model: str, tmp_path: Path):
     lines = [{"subject": name, "prompt": "{} is in"} for name in ("Rome", "Oslo", "Lima")]
     facts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = Tracing(corruption=Corruption(samples=2))
-    effects = example("average_effects").main(str(facts), model, str(tmp_path / "out"), settings)
+    out = tmp_path / "out"
+    effects = example("average_effects").main(str(facts), model, str(out), settings=settings)
     assert effects["states"].facts == 3
     assert effects["states"].layers == LAYERS
-    written = {path.name for path in (tmp_path / "out").iterdir()}
+    written = {path.name for path in out.iterdir()}
     assert written == {"records.jsonl", "heatmaps.png", "lines.png"}
 
 

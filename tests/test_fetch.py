@@ -95,12 +95,15 @@ def test_a_package_that_nobody_has(shelf: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_package_is_not_built(shelf: Path, tmp_path: Path) -> None:
-    """Reading an sdist's metadata would run its setup.py."""
+    """To read a source package's metadata, pip would run code of its own."""
     import tarfile
 
     source = tmp_path / "tinymodel-1.0"
     source.mkdir()
-    (source / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (source / "backend.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (source / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
     (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
     with tarfile.open(shelf / "tinymodel-1.0.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)

@@ -1,16 +1,18 @@
-"""Blocks made faster for a while, without a change in what they compute.
+"""Blocks made faster for a while, with the same results to within their precision.
 
-Two habits of older model code cost a GPU time: GELU spelled out as eight small operations, each of
-which reads and writes the block's widest tensor; and GPT-2's weights stored with the other axis
-first, for which the fast kernels do not fit. Inside `quick(block)` the former is torch's own fused
-function and the latter lie the other way round in memory, with the same numbers and shape.
+Inside `quick(block)`, GELU that older model code spells out as eight small operations is torch's own
+fused function; and on a GPU, single-precision weights are multiplied on half-precision tensor cores
+(see `lm.products`), and GPT-2's, stored with the other axis first, are turned round.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from factscope.lm.products import half_product, split_product
 
 __all__ = ["quick"]
 
@@ -19,25 +21,31 @@ SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 
 
 @contextmanager
-def quick(block: nn.Module) -> Iterator[None]:
+def quick(block: nn.Module, *, split_products: bool = True) -> Iterator[None]:
     """Run the block's calls faster while inside."""
     with ExitStack() as stack:
         for module in block.modules():
-            kind = type(module).__name__
-            if kind in SPELLED_OUT:
-                stack.enter_context(_fused(module))
-            elif kind == "Conv1D":
-                stack.enter_context(_turned(module))
+            forward = _faster(module, split_products)
+            if forward is not None and "forward" not in vars(module):  # else accelerate holds it
+                stack.enter_context(_replaced(module, forward))
         yield
 
 
-@contextmanager
-def _fused(module: Any) -> Iterator[None]:
-    module.forward = _gelu
-    try:
-        yield
-    finally:
-        del module.forward  # back to the class's own
+def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | None:
+    """A faster forward of the module, where there is one."""
+    kind = type(module).__name__
+    if kind in SPELLED_OUT:
+        return _gelu
+    if kind not in ("Linear", "Conv1D") or not module.weight.is_cuda:
+        return None
+    weight = module.weight if kind == "Conv1D" else module.weight.T
+    if weight.dtype == torch.float32 and split_products:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return (split_product if exact else half_product)(weight, module.bias)
+    if kind == "Conv1D":
+        turned = weight.T.contiguous()
+        return lambda x: nn.functional.linear(x, turned, module.bias)
+    return None
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -45,11 +53,9 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _turned(module: Any) -> Iterator[None]:
-    weight = module.weight.data
-    if weight.is_cuda:
-        module.weight.data = weight.T.contiguous().T
+def _replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    module.forward = forward
     try:
         yield
     finally:
-        module.weight.data = weight
+        del module.forward  # back to the class's own

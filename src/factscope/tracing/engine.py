@@ -187,7 +187,7 @@ def restore(
         for i in range(0, len(packed), size):
             strands = lay_out(packed[i : i + size], run.inputs.device)
             rows = [place[id(s)] for s in strands.stretches]
-            table[rows] = walk(lm, run, strands, restoration, job).T.cpu()
+            table[rows] = _finite_walk(lm, run, strands, restoration, job).T.cpu()
     return table
 
 
@@ -200,8 +200,24 @@ def _groups(lm: LM, stretches: Sequence[Stretch]) -> Iterator[tuple[list[Stretch
         yield [s for s in stretches if s.start == start], True
 
 
-def walk(
+def _finite_walk(
     lm: LM, run: Run, strands: Strands, restoration: Restoration, job: Job
+) -> Float[Tensor, "layer stretch"]:
+    """A walk with quick products, or with the model's own where those left their range."""
+    quickly = walk(lm, run, strands, restoration, job)
+    if lm.dtype != torch.float32 or quickly.isfinite().all():
+        return quickly
+    return walk(lm, run, strands, restoration, job, split_products=False)
+
+
+def walk(
+    lm: LM,
+    run: Run,
+    strands: Strands,
+    restoration: Restoration,
+    job: Job,
+    *,
+    split_products: bool = True,
 ) -> Float[Tensor, "layer stretch"]:
     """Carry all cells of the strands through the layers and read the answer's probability."""
     view, layers = strands.view, lm.n_layers
@@ -214,7 +230,7 @@ def walk(
             joined += 1
         if layer == layers:
             break
-        with quick(lm.blocks[layer]):
+        with quick(lm.blocks[layer], split_products=split_products):
             for begin in range(0, joined, copies):
                 some = pending[begin : min(joined, begin + copies)]
                 with _intervened(lm, run, strands, restoration, layer, begin, len(some)):

@@ -68,6 +68,6 @@ class Budget:
         keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
         return Job(
             pending=self.bytes // 2 // (lm.n_layers * lm.width * item),
-            call=self.bytes // 4 // (item * (16 * lm.width + 6 * keys)),
+            call=self.bytes // 4 // (item * (16 * lm.width + 8 * keys)),
             logits=max(1, min(4096, self.bytes // 8 // (vocabulary * 12))),
         )

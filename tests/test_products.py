@@ -1,0 +1,61 @@
+"""Products on halves: as exact as they say, and nothing else changes inside `quick`."""
+
+import pytest
+import torch
+from families import tiny
+
+from factscope.lm.products import STRETCH, half_product, split_product
+from factscope.lm.quick import SPELLED_OUT, quick
+
+
+def problem(depth: int, *, bias: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(4, 5, depth, generator=generator)
+    weight = 0.02 * torch.randn(depth, 24, generator=generator)
+    return x, weight, torch.randn(24, generator=generator) * bias
+
+
+@pytest.mark.parametrize("depth", [40, STRETCH + 100])
+@pytest.mark.parametrize(
+    ("product", "error"), [(split_product, 1e-6), (half_product, 2**-11)], ids=["float32", "tf32"]
+)
+def test_a_product_has_the_precision_it_says(product, error: float, depth: int) -> None:
+    x, weight, bias = problem(depth)
+    wanted = x.double() @ weight.double() + bias.double()
+    found = product(weight, bias)(x)
+    assert found.dtype == torch.float32
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() < error
+
+
+@pytest.mark.parametrize("product", [split_product, half_product])
+def test_without_a_bias(product) -> None:
+    x, weight, nothing = problem(40, bias=False)
+    torch.testing.assert_close(product(weight, None)(x), product(weight, nothing)(x))
+
+
+@pytest.mark.parametrize("product", [split_product, half_product])
+def test_an_input_out_of_range_shows(product) -> None:
+    x, weight, bias = problem(40)
+    x[0, 0, 0] = 1e6
+    assert not product(weight, bias)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "bloom", "llama"])
+def test_a_quick_block_is_itself_again_afterwards(family: str) -> None:
+    block = tiny(family).blocks[0]
+    before = {name: dict(vars(module)) for name, module in block.named_modules()}
+    with pytest.raises(ZeroDivisionError), quick(block):
+        changed = [m for m in block.modules() if "forward" in vars(m)]
+        assert bool(changed) == (family != "llama")
+        raise ZeroDivisionError
+    assert {name: dict(vars(module)) for name, module in block.named_modules()} == before
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "bloom"])
+def test_fused_gelu_is_the_spelled_out_one(family: str) -> None:
+    block = tiny(family).blocks[0]
+    [module] = [m for m in block.modules() if type(m).__name__ in SPELLED_OUT]
+    x = torch.linspace(-6, 6, 1001)
+    own = module(x)
+    with quick(block):
+        torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-6)
