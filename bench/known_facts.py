@@ -4,7 +4,8 @@
 
 Traces every fact of the file that the model knows, once for each corruption of the paper's main
 text and appendix, into a run's folder each (RUNS/three-sigma, …); `factscope report
-RUNS/three-sigma` draws one of them, and `python bench/known_facts.py --summary RUNS` prints the table of all.
+RUNS/three-sigma` draws one of them, and `python bench/known_facts.py --summary RUNS` prints the
+tables of all.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import pytest
 
 from factscope.lm.model import LM
+
 from families import FAMILIES, tiny
 
 

@@ -38,7 +38,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neo",
         {
             "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": 4, "window_size": 4,
-            "max_position_embeddings": 64, "attention_types": [[["global", "local"], 1], [["local"], 1]],
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+            "max_position_embeddings": 64,
             "bos_token_id": 1, "eos_token_id": 2,
         },
     ),

@@ -9,6 +9,7 @@ from factscope.errors import BadModelFile, UnknownFamily
 from factscope.lm import arch
 from factscope.lm.arch import arch_of, check
 from factscope.lm.model import LM
+
 from families import tiny
 
 

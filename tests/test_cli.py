@@ -13,6 +13,7 @@ import pytest
 from factscope.cli.main import main
 from factscope.facts import Fact
 from factscope.records import KINDS, TraceRecord, read_records
+
 from families import LAYERS, tiny_model
 from tokenizers_ import tokenizer
 

@@ -20,6 +20,7 @@ from factscope.lm.predict import greedy
 from factscope.lm.tokens import encode
 from factscope.tracing import discover
 from factscope.tracing.discover import find_known, words_before
+
 from families import tiny_model
 from tokenizers_ import tokenizer
 

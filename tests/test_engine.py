@@ -17,6 +17,7 @@ from factscope.tracing.memory import Budget
 from factscope.tracing.plain import Plain
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import Question, trace_batch
+
 from families import tiny
 
 PROMPTS = [(7, (1, 3)), (9, (0, 3)), (4, (3, 4))]

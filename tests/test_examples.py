@@ -9,6 +9,7 @@ import pytest
 
 from factscope.tracing.corrupt import Corruption
 from factscope.tracing.settings import Tracing
+
 from families import LAYERS, tiny_model
 from tokenizers_ import tokenizer
 

@@ -20,8 +20,9 @@ from factscope.lm.arch import ARCHS
 from factscope.lm.load import from_model, load
 from factscope.lm.model import LM
 from factscope.lm.sources import SHORT_NAMES, WheelModel
-from families import tiny_model
 from test_fetch import make_wheel
+
+from families import tiny_model
 from tokenizers_ import tokenizer
 
 CITY = "The Eiffel Tower is located in the city of"

@@ -18,6 +18,7 @@ from factscope.lm.arch import ARCHS
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode, encode_fact, first_token
+
 from tokenizers_ import STYLES, tokenizer
 
 METASPACE = ("llama", "gemma")

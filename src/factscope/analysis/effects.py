@@ -125,7 +125,11 @@ def average_effects(
         clean=estimate(r.clean for r in known),
         corrupted=estimate(r.corrupted for r in known),
         total=estimate(r.total_effect for r in known),
-        best_at_subject=estimate(highest(grid(r, table)[r.subject[1] - 1]) for r in known),
+        best_at_subject=estimate(
+            highest(grid(r, table)[r.subject[1] - 1])
+            for r in known
+            if r.subject[1] < len(r.tokens)  # else that token is the late site
+        ),
         best_anywhere=estimate(highest(grid(r, table)) for r in known),
     )
 

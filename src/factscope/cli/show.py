@@ -13,13 +13,14 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
-__all__ = ["doing", "notes", "print_json", "progress", "results"]
+__all__ = ["doing", "notes", "print_json", "progress", "results", "working"]
 
 # Without markup: prompts, paths and tokens may hold square brackets of their own.
 results = Console(highlight=False, markup=False)
@@ -52,6 +53,18 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=notes, speed_estimate_period=300) as bar:
         task = bar.add_task(what, total=total)
         yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar for one piece of work; call what it yields with each share that was done."""
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.advance(task, share)
 
 
 @contextmanager

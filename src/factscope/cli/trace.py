@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factscope.cli.options import Device, Dtype, Json, Model
-from factscope.cli.show import doing, notes, print_json, progress, results
+from factscope.cli.options import Device, DeviceMap, Dtype, Json, Model
+from factscope.cli.show import doing, notes, print_json, progress, results, working
+from factscope.cli.view import check_suffix, draw, print_trace
 from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
     from factscope.facts import Fact
     from factscope.lm.model import LM
-    from factscope.records import TraceRecord
+    from factscope.runs.tracing import TraceRun
     from factscope.tracing.settings import Tracing
 
 __all__ = ["trace"]
@@ -40,6 +41,7 @@ def trace(
     ] = None,
     model: Model = "smollm2-135m",
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     memory: Annotated[
         str | None, typer.Option(help="Bound on memory beside the model, such as 4GiB.")
@@ -97,10 +99,17 @@ def trace(
         typer.Option(help="restored token, or every token.", rich_help_panel=Restored),
     ] = None,
     gradients: Annotated[
-        bool, typer.Option(help="Integrated gradients too.", rich_help_panel=Restored)
+        bool,
+        typer.Option("--gradients", help="Integrated gradients too.", rich_help_panel=Restored),
     ] = False,
+    gradient_path: Annotated[
+        str | None,
+        typer.Option(help="layer, or state: each alone, dearer.", rich_help_panel=Restored),
+    ] = None,
 ) -> None:
     """Trace a fact: which states bring the answer back after the subject was hidden?"""
+    from factscope.lm.load import load
+    from factscope.runs.tracing import TraceRun
     from factscope.tracing.memory import parse_bytes
 
     settings = _settings(
@@ -113,20 +122,24 @@ def trace(
             "kinds": tuple(kind) if kind else None, "window": window, "alignment": alignment,
             "sever": tuple(sever) if sever else None, "sever_rows": sever_rows,
             "sever_at": sever_at, "gradients": gradients or None,
+            "gradient_path": gradient_path,
         },
     )  # fmt: skip
     bound = None if memory is None else parse_bytes(memory)
     if facts is not None:
         if prompt is not None or out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
-        _many(model, device, dtype, facts, limit, out, settings, bound, json)
+        run = TraceRun(model=model, dtype=dtype, facts=facts, limit=limit, settings=settings)
+        _many(run, device, device_map, out, bound, json)
         return
     if prompt is None or subject is None:
         raise BadSetting('give a prompt and its --subject "…", or --facts FILE --out FOLDER')
     fact = _fact(prompt, subject, occurrence, target)
     if out is not None:
-        _check_suffix(out)
-    _one(_load(model, device, dtype), fact, settings, bound, out, json)
+        check_suffix(out)
+    with doing(f"loading {model}"):
+        lm = load(model, device=device, dtype=dtype, device_map=device_map)
+    _one(lm, fact, settings, bound, out, json)
 
 
 def _settings(preset: str, corruption: dict[str, Any], tracing: dict[str, Any]) -> "Tracing":
@@ -163,69 +176,21 @@ def _fact(prompt: str, subject: str, occurrence: int | None, target: str | None)
     return fact
 
 
-def _load(model: str, device: str, dtype: str) -> "LM":
-    from factscope.lm.load import load
-
-    with doing(f"loading {model}"):
-        return load(model, device=device, dtype=dtype)
-
-
 def _one(
     lm: "LM", fact: "Fact", settings: "Tracing", memory: int | None, out: Path | None, json: bool
 ) -> None:
     from factscope.tracing.trace import trace as trace_one
 
-    with doing(f"tracing {fact.text!r}"):
-        record = trace_one(lm, fact, settings, memory=memory)
+    with working(f"tracing {fact.text!r}") as done:
+        record = trace_one(lm, fact, settings, memory=memory, done=done)
     if out is None and not json:
         out = Path("traces") / f"{_slug(fact.text)}.png"
-    if out is not None:
-        _draw(record, out)
+    drawn = [] if out is None else draw(record, out)
     if json:
         print_json(record.to_json())
         return
-    _print(record)
-    results.print(f"Figure: {out}", soft_wrap=True)
-
-
-def _print(record: "TraceRecord") -> None:
-    """The answer, the three probabilities, the strongest cells, a small heat map."""
-    from rich.text import Text
-
-    from factscope.report.terminal import strongest_cells, trace_heatmap
-
-    first = next(iter(record.restored), None)
-    said = Text.assemble((record.fact.text, "bold"), f" →{record.answer}")
-    results.print(said, soft_wrap=True)
-    if not record.known:
-        expected = f" {record.fact.target!r} was expected; averages leave such a fact out."
-        results.print(Text.assemble(("Not known:", "yellow"), expected))
-    best = max((x or 0) for row in record.restored[first] for x in row) if first else 0
-    results.print(
-        f"P clean {record.clean:.3f}   corrupted {record.corrupted:.3f}   "
-        f"restored, at best {best:.3f}"
-    )
-    for kind in record.restored:
-        results.print(trace_heatmap(record, kind))
-    for kind in record.restored:
-        results.print(strongest_cells(record, kind, count=3))
-
-
-def _draw(record: "TraceRecord", out: Path) -> None:
-    from factscope.report.figures import gradients_figure, save_figure, traces_figure
-    from factscope.report.page import trace_page
-    from factscope.report.save import save_text
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".html":
-        save_text(out, trace_page(record))
-    else:
-        save_figure(gradients_figure(record) if record.gradients else traces_figure(record), out)
-
-
-def _check_suffix(out: Path) -> None:
-    if out.suffix not in (".png", ".svg", ".pdf", ".html"):
-        raise BadSetting(f"--out {out} must end in .png, .svg, .pdf or .html")
+    print_trace(record)
+    results.print(f"Figure: {', '.join(map(str, drawn))}", soft_wrap=True)
 
 
 def _slug(text: str) -> str:
@@ -233,31 +198,30 @@ def _slug(text: str) -> str:
 
 
 def _many(
-    model: str,
+    run: "TraceRun",
     device: str,
-    dtype: str,
-    facts: Path,
-    limit: int | None,
+    device_map: str | None,
     out: Path,
-    settings: "Tracing",
     memory: int | None,
     json: bool,
 ) -> None:
-    from factscope.runs.tracing import TraceRun
+    from factscope.lm.load import load
 
-    run = TraceRun(model=model, dtype=dtype, facts=facts, limit=limit, settings=settings)
     file = run.read()
-    for problem in file.problems:
+    with doing(f"loading {run.model}"):
+        lm = load(run.model, device=device, dtype=run.dtype, device_map=device_map)
+    readable = run.fitting(lm, file.facts)
+    problems = [*file.problems, *readable.problems]
+    for problem in problems:
         notes.print(f"left out: {problem}", soft_wrap=True)
-    lm = _load(model, device, dtype)
     folder = run.begin(lm, out)
-    with progress("tracing", len(file.facts)) as done:
-        run.go_on(lm, folder, file.facts, memory=memory, done=done)
+    with progress("tracing", len(readable.facts)) as done:
+        run.go_on(lm, folder, readable.facts, memory=memory, done=done)
     records = folder.records()
     known = sum(record.known for record in records)
     if json:
-        print_json({"run": str(out), "facts": len(records), "known": known,
-                    "left_out": list(file.problems)})  # fmt: skip
+        summary = {"run": str(out), "facts": len(records), "known": known, "left_out": problems}
+        print_json(summary)
         return
-    summary = f"{len(records)} facts, {known} known to {model}: {folder.records_path}"
-    results.print(f"{summary}\nNext: factscope report {out}", soft_wrap=True)
+    said = f"{len(records)} facts, {known} known to {run.model}: {folder.records_path}"
+    results.print(f"{said}\nNext: factscope report {out}", soft_wrap=True)

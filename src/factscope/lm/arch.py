@@ -2,7 +2,8 @@
 
 A family is a row, never a branch. Two names of a row carry the method: the *output weights* of
 the attention and of the MLP. What such a module returns is what the paper calls the
-contribution a or m of its layer; the MLP's is the W_proj that ROME rewrites. Naming the
+contribution a or m of its layer (Gemma 2 and 3 and OLMo 2 put one more norm between it and the
+residual stream); the MLP's is the W_proj that ROME rewrites. Naming the
 output weight rather than the module around it also settles what differs between families:
 some modules return tuples, BLOOM's add the residual themselves.
 """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from factscope.lm.tokens import encode
+from factscope.lm.tokens import encode, spoken
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -27,14 +27,8 @@ def greedy(lm: "LM", texts: Sequence[str], tokens: int, *, rows: int = 64) -> li
         some = [i for i in order[:rows] if len(coded[i]) == length]
         order = order[len(some) :]
         for i, ids in zip(some, _continue(lm, [coded[i] for i in some], tokens), strict=True):
-            said[i] = _words(lm, coded[i], ids)
+            said[i] = spoken(lm, coded[i], ids)
     return said
-
-
-def _words(lm: "LM", prompt: tuple[int, ...], ids: list[int]) -> str:
-    """What the new ids add to the prompt: alone, some tokenizers drop their first space."""
-    before = lm.tokenizer.decode(list(prompt))
-    return lm.tokenizer.decode([*prompt, *ids])[len(before) :]
 
 
 def _continue(lm: "LM", rows: list[tuple[int, ...]], tokens: int) -> list[list[int]]:

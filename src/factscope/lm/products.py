@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["half_product", "split_product"]
 
 LIFT = 64.0
-"""Weights are multiplied by this power of two, lest their low parts fall below the range of halves."""
+"""Weights are multiplied by this power of two, or their low parts would fall below the range."""
 STRETCH = 1600
 """How many products tensor cores may sum before the sum is rounded properly."""
 SPARE = 8

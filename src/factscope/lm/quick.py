@@ -1,8 +1,8 @@
 """Blocks made faster for a while, with the same results to within their precision.
 
-Inside `quick(block)`, GELU that older model code spells out as eight small operations is torch's own
-fused function; and on a GPU, single-precision weights are multiplied on half-precision tensor cores
-(see `lm.products`), and GPT-2's, stored with the other axis first, are turned round.
+Inside `quick(block)`, GELU that older model code spells out as eight small operations is torch's
+own fused function; and on a GPU, single-precision weights are multiplied on half-precision tensor
+cores (see `lm.products`), and GPT-2's, stored with the other axis first, are turned round.
 """
 
 from collections.abc import Callable, Iterator

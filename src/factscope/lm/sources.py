@@ -101,11 +101,14 @@ def resolve(name: str | Path) -> Source:
     text = str(name)
     if text in SHORT_NAMES:
         return ShortName(text)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _folder(path)
-    if path.is_file():
-        return _gguf_file(path)
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return _folder(path)
+        if path.is_file():
+            return _gguf_file(path)
+    except (RuntimeError, OSError) as error:  # no such home, or a name too long for a path
+        raise unknown(text[:80], str(error)[:80]) from error
     looks_local = isinstance(name, Path) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
     # A hub id always names its owner, except for a few old ones such as gpt2-xl.
     if looks_local or ("/" not in text and _nearest(text)):

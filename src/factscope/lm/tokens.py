@@ -4,6 +4,7 @@ Everything goes by ids and character offsets, never by joining strings: leading 
 pieces and BOS differ by family, offsets do not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from factscope.facts import Fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Prompt", "encode", "encode_fact", "first_token"]
+__all__ = ["Prompt", "encode", "encode_fact", "first_token", "spoken"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +78,9 @@ def first_token(lm: "LM", prompt: Prompt, text: str, target: str) -> int:
     if joined.ids[: len(prompt)] == prompt.ids and len(joined) > len(prompt):
         return joined.ids[len(prompt)]
     return encode(lm, gap + target, special=False).ids[0]
+
+
+def spoken(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What new ids add to a prompt: alone, some tokenizers drop their first space."""
+    before = lm.tokenizer.decode(list(prompt))
+    return lm.tokenizer.decode([*prompt, *ids])[len(before) :]

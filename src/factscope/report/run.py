@@ -45,7 +45,7 @@ def write_report(
 ) -> list[Path]:
     """Write the report and return its files, the page first.
 
-    The first `single` facts get a figure of their own; the page lists more of them.
+    The first `single` traced facts get a figure of their own; the page lists more of them.
     """
     everyone = list(records)
     if not everyone:
@@ -57,7 +57,7 @@ def write_report(
         index,
         *write_averages(averages, folder),
         *write_severed(everyone, folder),
-        *write_traces(everyone[:single], folder / "facts"),
+        *write_traces([r for r in everyone if r.restored][:single], folder / "facts"),
     ]
 
 
@@ -88,11 +88,10 @@ def write_severed(records: Sequence[TraceRecord], folder: Path) -> list[Path]:
 
 
 def write_traces(records: Sequence[TraceRecord], folder: Path) -> list[Path]:
-    """Single facts, numbered as in the records."""
+    """Single facts, a figure each."""
     return [
         path
         for number, record in enumerate(records)
-        if record.restored
         for path in write_figure(traces_figure(record), folder / f"{number:04d}")
     ]
 

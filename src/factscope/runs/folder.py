@@ -34,7 +34,7 @@ class RunFolder:
             folder._must_match(wanted)
             folder._drop_broken_line()
             return folder
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
             raise WrongRun(f"{path} holds other files and no run; give a new or empty folder")
         path.mkdir(parents=True, exist_ok=True)
         _write(path / "info.json", json.dumps(info, indent=2) + "\n")
@@ -98,6 +98,11 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(v) for v in value]
     return value
+
+
+def _unfinished(file: Path) -> bool:
+    """What a run that was killed at its very beginning leaves."""
+    return file.name in ("info.json", "info.json.partial", "spec.toml.partial")
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from factscope.data.facts_file import FactsFile, read_facts
+from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.fetch import sha256
 from factscope.lm.model import LM
+from factscope.lm.tokens import encode_fact
 from factscope.runs.folder import RunFolder
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import default_scale, trace_many
@@ -44,6 +46,18 @@ class TraceRun:
             "limit": self.limit,
             "tracing": self.settings.to_dict(),
         }
+
+    def fitting(self, lm: LM, facts: tuple[Fact, ...]) -> FactsFile:
+        """The facts that the model can read, and what is wrong with the others."""
+        fit: list[Fact] = []
+        problems: list[str] = []
+        for fact in facts:
+            try:
+                encode_fact(lm, fact)
+                fit.append(fact)
+            except BadFact as error:
+                problems.append(f"{self.facts.name}, fact {fact.id}: {error}")
+        return FactsFile(tuple(fit), tuple(problems))
 
     def begin(self, lm: LM, path: Path) -> RunFolder:
         """A new run in a folder, or the same run taken up again."""

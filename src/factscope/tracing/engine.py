@@ -154,6 +154,10 @@ def lay_out(strands: list[list[Stretch]], device: torch.device) -> Strands:
     )
 
 
+Done = Callable[[float], None]
+"""Told, as work goes on, what share of it was just done."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """How much is done at once: chosen from the memory bound, see `tracing.memory`."""
@@ -176,7 +180,12 @@ class Job:
 
 @torch.no_grad()
 def restore(
-    lm: LM, run: Run, stretches: Sequence[Stretch], restoration: Restoration, job: Job
+    lm: LM,
+    run: Run,
+    stretches: Sequence[Stretch],
+    restoration: Restoration,
+    job: Job,
+    done: Done = lambda share: None,
 ) -> Float[Tensor, "stretch layer"]:
     """The answer's probability with each stretch's first token restored at each layer."""
     table = torch.empty(len(stretches), lm.n_layers)
@@ -187,7 +196,10 @@ def restore(
         for i in range(0, len(packed), size):
             strands = lay_out(packed[i : i + size], run.inputs.device)
             rows = [place[id(s)] for s in strands.stretches]
-            table[rows] = _finite_walk(lm, run, strands, restoration, job).T.cpu()
+            share = len(rows) / len(stretches)
+            table[rows] = _finite_walk(
+                lm, run, strands, restoration, job, lambda part, share=share: done(part * share)
+            ).T.cpu()
     return table
 
 
@@ -201,10 +213,10 @@ def _groups(lm: LM, stretches: Sequence[Stretch]) -> Iterator[tuple[list[Stretch
 
 
 def _finite_walk(
-    lm: LM, run: Run, strands: Strands, restoration: Restoration, job: Job
+    lm: LM, run: Run, strands: Strands, restoration: Restoration, job: Job, done: Done
 ) -> Float[Tensor, "layer stretch"]:
     """A walk with quick products, or with the model's own where those left their range."""
-    quickly = walk(lm, run, strands, restoration, job)
+    quickly = walk(lm, run, strands, restoration, job, done)
     if lm.dtype != torch.float32 or quickly.isfinite().all():
         return quickly
     return walk(lm, run, strands, restoration, job, split_products=False)
@@ -216,6 +228,7 @@ def walk(
     strands: Strands,
     restoration: Restoration,
     job: Job,
+    done: Done = lambda share: None,
     *,
     split_products: bool = True,
 ) -> Float[Tensor, "layer stretch"]:
@@ -223,6 +236,7 @@ def walk(
     view, layers = strands.view, lm.n_layers
     pending = run.inputs.new_empty(layers, *view.position.shape, run.inputs.shape[-1])
     replay, copies = Replay(lm, run, view), job.copies(view)
+    work = sum(layers - restoration.entry(layer) for layer in range(layers))
     joined = 0
     for layer in range(layers + 1):
         while joined < layers and restoration.entry(joined) <= layer:
@@ -235,6 +249,7 @@ def walk(
                 some = pending[begin : min(joined, begin + copies)]
                 with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
                     some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
+        done(joined / work)
     return _answers(lm, strands, pending, job)
 
 

@@ -33,6 +33,9 @@ class Tracing:
     """Freeze the module at the restored token, as the paper does, or at every token."""
     gradients: bool = False
     """Also compute integrated gradients of the same cells."""
+    gradient_path: Literal["layer", "state"] = "layer"
+    """Along the path of a gradient all states of a layer grow together, or one state alone: dearer
+    by a factor of the prompt's length."""
     known: Literal["first_token", "whole_word"] = "first_token"
     """When the answer counts as the target: it is the target's first token, or, as in the paper's
     code, the token alone spells the whole target."""
@@ -44,6 +47,7 @@ class Tracing:
         _choices("sever_rows", [self.sever_rows], ("last_subject", "all"))
         _choices("sever_at", [self.sever_at], ("restored", "every"))
         _choices("known", [self.known], ("first_token", "whole_word"))
+        _choices("gradient_path", [self.gradient_path], ("layer", "state"))
         if self.window < 1:
             raise BadSetting(f"the window is {self.window}; it must hold at least 1 layer")
 
@@ -66,7 +70,8 @@ PRESETS = {
         known="whole_word",
     ),
 }
-"""`paper` computes what the paper's own code does, number for number."""
+"""`paper` computes what the paper's own code does, number for number; only the mean and covariance
+of `embedding` noise come from the facts' prompts, where that code takes another text."""
 
 
 def window_of(settings: Tracing, layer: int, n_layers: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from factscope.facts import Fact
 from factscope.lm.forward import Run, forward
 from factscope.lm.model import LM
-from factscope.lm.tokens import Prompt, encode_fact, first_token
+from factscope.lm.tokens import Prompt, encode_fact, first_token, spoken
 from factscope.records import Grid, TraceRecord, as_grid
 from factscope.tracing.corrupt import Corruption, Scale, draw, noisy, scale
 from factscope.tracing.engine import Restoration, Stretch, probability, restore
@@ -37,12 +37,16 @@ def trace(
     *,
     scale_: Scale | None = None,
     memory: int | None = None,
+    done: Callable[[float], None] = lambda share: None,
 ) -> TraceRecord:
-    """Trace one fact; a fact that the model does not know is traced all the same."""
+    """Trace one fact; a fact that the model does not know is traced all the same.
+
+    `memory` bounds the bytes used beside the model; `done` hears each share of the work (of 1).
+    """
     settings = settings or Tracing()
     scale_ = scale_ or default_scale(lm, settings.corruption, [fact])
     question = _ask(lm, [fact], settings)[0]
-    return _trace_within(lm, [question], settings, scale_, Budget.of(lm, memory))[0]
+    return _trace_within(lm, [question], settings, scale_, Budget.of(lm, memory), done)[0]
 
 
 def trace_many(
@@ -156,11 +160,16 @@ def _restorable(q: Question) -> int:
 
 
 def _trace_within(
-    lm: LM, questions: Sequence[Question], settings: Tracing, scale_: Scale, budget: Budget
+    lm: LM,
+    questions: Sequence[Question],
+    settings: Tracing,
+    scale_: Scale,
+    budget: Budget,
+    done: Callable[[float], None] = lambda share: None,
 ) -> list[TraceRecord]:
     """Trace a batch; where memory runs out, in halves, and with half the bound."""
     try:
-        return trace_batch(lm, questions, settings, scale_, budget)
+        return trace_batch(lm, questions, settings, scale_, budget, done)
     except RuntimeError as error:
         if not is_out_of_memory(error) or budget.bytes < 2**20:
             raise
@@ -172,7 +181,12 @@ def _trace_within(
 
 
 def trace_batch(
-    lm: LM, questions: Sequence[Question], settings: Tracing, scale_: Scale, budget: Budget
+    lm: LM,
+    questions: Sequence[Question],
+    settings: Tracing,
+    scale_: Scale,
+    budget: Budget,
+    done: Callable[[float], None] = lambda share: None,
 ) -> list[TraceRecord]:
     """The three runs for several facts at once."""
     noise = [_noise(lm, q, settings.corruption, scale_) for q in questions]
@@ -181,9 +195,16 @@ def trace_batch(
     if settings.corruption.replace and settings.corruption.baseline == "added":
         added = _runs(lm, questions, noise, settings, replace=False)
         corrupted = _corrupted(lm, questions, added, settings)
+    wanted = _restorations(lm, settings)
+
+    def part_done(share: float) -> None:
+        done(share / len(wanted))
+
     tables = {
-        name: _tables(lm, run, questions, settings, unrestored, budget, restoration, rows)
-        for name, (restoration, rows) in _restorations(lm, settings).items()
+        name: _tables(
+            lm, run, questions, settings, unrestored, budget, restoration, rows, part_done
+        )
+        for name, (restoration, rows) in wanted.items()
     }
     return [
         TraceRecord(
@@ -191,7 +212,7 @@ def trace_batch(
             model=lm.name,
             tokens=q.prompt.texts,
             subject=q.subject,
-            answer=lm.tokenizer.decode([q.answer]),
+            answer=spoken(lm, q.prompt.ids, [q.answer]),
             answer_id=q.answer,
             known=q.known,
             clean=q.clean,
@@ -213,7 +234,7 @@ def _unknown(lm: LM, q: Question, settings: Tracing) -> TraceRecord:
         model=lm.name,
         tokens=q.prompt.texts,
         subject=q.subject,
-        answer=lm.tokenizer.decode([q.answer]),
+        answer=spoken(lm, q.prompt.ids, [q.answer]),
         answer_id=q.answer,
         known=False,
         clean=q.clean,
@@ -316,6 +337,7 @@ def _tables(
     budget: Budget,
     restoration: Restoration,
     rows: str,
+    done: Callable[[float], None],
 ) -> list[Grid]:
     """One table a fact: the mean over the samples of each cell's restored probability."""
     samples = settings.corruption.samples
@@ -331,7 +353,7 @@ def _tables(
         for sample in range(samples)
         for token in _restored_tokens(q, rows)
     ]
-    values = restore(lm, run, stretches, restoration, budget.job(lm))
+    values = restore(lm, run, stretches, restoration, budget.job(lm), done)
     tables = []
     for i, q in enumerate(questions):
         tokens = list(_restored_tokens(q, rows))
@@ -358,7 +380,8 @@ def _gradients(lm: LM, q: Question, settings: Tracing) -> dict[str, Grid]:
         return {}
     from factscope.tracing.gradients import integrated_gradients
 
-    return {
-        kind: as_grid(integrated_gradients(lm, q.prompt.ids, q.answer, kind).tolist())
+    norms = {
+        kind: integrated_gradients(lm, q.prompt.ids, q.answer, kind, path=settings.gradient_path)
         for kind in settings.kinds
     }
+    return {kind: as_grid(table.tolist()) for kind, table in norms.items()}

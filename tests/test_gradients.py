@@ -1,0 +1,73 @@
+"""Integrated gradients: exact gradients along the path, and attributions that add up."""
+
+import pytest
+import torch
+
+from factscope.lm.hooks import on_output
+from factscope.lm.model import LM
+from factscope.tracing.gradients import attributions, integrated_gradients
+
+from families import LAYERS, tiny
+
+IDS = (5, 9, 20, 33, 4)
+
+
+def probability(lm: LM, kind: str, layer: int, scale: torch.Tensor) -> torch.Tensor:
+    """P of every token with a layer's states or contributions multiplied by something."""
+
+    def multiplied(out: torch.Tensor) -> torch.Tensor:
+        return (out.view(1, len(IDS), -1) * scale).view(out.shape)
+
+    module = lm.blocks[layer] if kind == "states" else lm.contribution(kind, layer)
+    with on_output((module, multiplied)):
+        return lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)
+
+
+def answer(lm: LM) -> int:
+    return int(probability(lm, "states", 0, torch.ones(1)).argmax())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attn"])
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "llama", "bloom", "falcon", "opt", "gpt_neo"])
+def test_a_layers_attributions_add_up_to_what_it_explains(family: str, kind: str) -> None:
+    lm = tiny(family)
+    found = attributions(lm, IDS, answer(lm), kind, layer=1, steps=100).sum()
+    ends = [probability(lm, kind, 1, torch.full((1,), x))[answer(lm)] for x in (1.0, 0.0)]
+    assert found.item() == pytest.approx((ends[0] - ends[1]).item(), rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attn"])
+def test_a_single_states_attributions_add_up_to_what_it_explains(kind: str) -> None:
+    lm = tiny("llama")
+    found = attributions(lm, IDS, answer(lm), kind, layer=1, path="state")[2].sum()
+    without = torch.ones(1, len(IDS), 1)
+    without[0, 2] = 0
+    ends = [probability(lm, kind, 1, scale)[answer(lm)] for scale in (torch.ones(1), without)]
+    assert found.item() == pytest.approx((ends[0] - ends[1]).item(), rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["states", "mlp", "attn"])
+def test_one_step_is_the_gradient_at_the_middle_of_the_path(lm: LM, kind: str) -> None:
+    """With one Gauss–Legendre node IG(h) = h ⊙ ∂P/∂h at h/2; autograd through hooks agrees."""
+    lead = answer(lm)
+    kept: list[torch.Tensor] = []
+
+    def halved(out: torch.Tensor) -> torch.Tensor:
+        kept.append((out.detach() / 2).requires_grad_())
+        return kept[-1].clone()
+
+    module = lm.blocks[1] if kind == "states" else lm.contribution(kind, 1)
+    with on_output((module, halved)), torch.enable_grad():
+        p = lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)[lead]
+        [gradient] = torch.autograd.grad(p, kept)
+    wanted = (2 * kept[0] * gradient).detach().view(len(IDS), -1)
+    found = attributions(lm, IDS, lead, kind, layer=1, steps=1)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_table_holds_the_norm_at_every_state() -> None:
+    lm = tiny("gpt2")
+    table = integrated_gradients(lm, IDS, answer(lm), "mlp", steps=3)
+    assert table.shape == (len(IDS), LAYERS)
+    wanted = attributions(lm, IDS, answer(lm), "mlp", 2, steps=3).norm(dim=-1)
+    torch.testing.assert_close(table[:, 2], wanted)
