@@ -144,3 +144,17 @@ def test_the_report_starts_without_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-c", probe]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_map_in_the_readme_names_every_file() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "README.md").read_text(encoding="utf-8")
+    files = [
+        path.name
+        for folder in ("src", "tests", "bench", "examples", "notebooks", "docs")
+        for path in (root / folder).rglob("*.*")
+        if path.suffix in (".py", ".md", ".ipynb", ".css", ".js", ".jsonl")
+        and "__pycache__" not in path.parts
+    ]
+    assert len(files) > 60
+    assert [name for name in files if name not in text] == []

@@ -95,7 +95,7 @@ def test_every_corruption_of_every_family(lm: LM, corruption: Corruption) -> Non
     rng = np.random.default_rng(0)
     n = width(lm)
     scale = Scale(sigma=0.3, mean=rng.normal(size=n), spread=rng.normal(size=(n, n)) / n)
-    settings = replace(SETTINGS, corruption=corruption, kinds=("states", "mlp"))
+    settings = replace(SETTINGS, corruption=corruption)
     q = question(lm, 0)
     [record] = trace_batch(lm, [q], settings, scale, Budget(2**30))
     assert_same(lm, record, plain(lm, q, settings, scale), settings)

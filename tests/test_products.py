@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from factscope.lm import products
 from factscope.lm.products import STRETCH, half_product, split_product
 from factscope.lm.quick import SPELLED_OUT, quick
 
@@ -39,6 +40,18 @@ def test_an_input_out_of_range_shows(product) -> None:
     x, weight, bias = problem(40)
     x[0, 0, 0] = 1e6
     assert not product(weight, bias)(x).isfinite().all()
+
+
+def test_availability_is_tried_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products.available(torch.device("cpu"))
+    products.available.cache_clear()
+
+    def refuse(*args: object) -> None:
+        raise TypeError("addmm() got an unexpected keyword argument 'out_dtype'")
+
+    monkeypatch.setattr(products, "_add_times", refuse)
+    assert not products.available(torch.device("cpu"))
+    products.available.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "bloom", "llama"])

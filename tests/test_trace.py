@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from factscope.data.everyday import everyday
-from factscope.errors import BadRecord, BadSetting
+from factscope.errors import BadRecord, BadSetting, WrongRun
 from factscope.facts import Fact
 from factscope.lm.arch import arch_of
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.records import TraceRecord, read_records, write_records
+from factscope.runs.folder import RunFolder
 from factscope.tracing import trace as module
 from factscope.tracing.corrupt import Corruption
 from factscope.tracing.memory import Budget, parse_bytes
@@ -172,6 +173,23 @@ def test_records_go_to_disk_and_back(worded: LM, tmp_path) -> None:
     path.write_text(record.to_json() + "\n{}\n")
     with pytest.raises(BadRecord, match="line 2"):
         list(read_records(path))
+
+
+def test_a_run_is_tied_to_its_spec_and_to_the_weights(tmp_path) -> None:
+    spec, info = {"model": "m", "limit": None}, {"model_fingerprint": "abc"}
+    RunFolder.begin(tmp_path / "run", spec, info)
+    RunFolder.begin(tmp_path / "run", spec, info)
+    with pytest.raises(WrongRun, match="other weights"):
+        RunFolder.begin(tmp_path / "run", spec, {"model_fingerprint": "def"})
+    with pytest.raises(WrongRun, match="limit = 3"):
+        RunFolder.begin(tmp_path / "run", {"model": "m", "limit": 3}, info)
+
+
+def test_a_run_killed_at_its_very_beginning_begins_again(tmp_path) -> None:
+    (tmp_path / "info.json").write_text("{}")
+    (tmp_path / "spec.toml.partial").write_text("mod")
+    RunFolder.begin(tmp_path, {"model": "m"}, {})
+    assert RunFolder.open(tmp_path).records() == []
 
 
 @pytest.mark.parametrize(

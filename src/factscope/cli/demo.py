@@ -29,7 +29,7 @@ def demo(
     notes.print(f"Loading {model}; the first time it is fetched and converted.")
     with doing(f"loading {model}"):
         lm = load(model, device=device)
-    settings = Tracing(sever=("mlp", "attn"), sever_rows="last_subject")
+    settings = Tracing(sever=("mlp", "attn"))
     with working(f"tracing {fact.text!r}") as done:
         record = trace(lm, fact, settings, done=done)
     records = out / "trace.jsonl"

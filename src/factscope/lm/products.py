@@ -13,13 +13,14 @@ infinite and is seen in the result: whoever uses this looks, and falls back.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float16
 from torch import Tensor
 
-__all__ = ["half_product", "split_product"]
+__all__ = ["available", "half_product", "split_product"]
 
 LIFT = 64.0
 """Weights are multiplied by this power of two, or their low parts would fall below the range."""
@@ -29,6 +30,18 @@ SPARE = 8
 """Columns of ones beside an input, for the bias; kernels like multiples of eight."""
 
 Product = Callable[[Float[Tensor, "*row in"]], Float[Tensor, "*row out"]]
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether this torch, on this device, multiplies halves into single precision."""
+    ones = torch.ones(16, 16, dtype=torch.half, device=device)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        _add_times(total, ones, ones)
+        return bool((total == 16 / LIFT).all() and (_times(ones, ones) == 16).all())
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
 
 
 def half_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Product:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factscope.lm.products import half_product, split_product
+from factscope.lm.products import available, half_product, split_product
 
 __all__ = ["quick"]
 
@@ -39,7 +39,7 @@ def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | N
     if kind not in ("Linear", "Conv1D") or not module.weight.is_cuda:
         return None
     weight = module.weight if kind == "Conv1D" else module.weight.T
-    if weight.dtype == torch.float32 and split_products:
+    if weight.dtype == torch.float32 and split_products and available(weight.device):
         exact = torch.get_float32_matmul_precision() == "highest"
         return (split_product if exact else half_product)(weight, module.bias)
     if kind == "Conv1D":

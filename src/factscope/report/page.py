@@ -6,7 +6,7 @@ else. All text that comes from records is escaped.
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -176,8 +176,9 @@ def numbers_html(numbers: Mapping[str, str]) -> str:
 
 
 def facts_html(records: Sequence[TraceRecord], limit: int) -> str:
-    """The facts one by one, folded."""
+    """The facts one by one, folded, those that were traced first."""
     more = len(records) - limit
+    records = sorted(records, key=lambda record: not record.restored)
     rest = f'<p class="soft">{more} more facts are in the records.</p>' if more > 0 else ""
     facts = "\n".join(map(fold_html, records[:limit]))
     return f'<h2>Single facts</h2>\n<div class="small">{facts}</div>\n{rest}'
@@ -222,8 +223,17 @@ def settings_html(settings: Mapping[str, Any]) -> str:
     """How it was traced."""
     if not settings:
         return ""
-    rows = tuple((str(name), setting_text(value)) for name, value in settings.items())
+    rows = tuple((name, setting_text(value)) for name, value in flat(settings))
     return f"<h2>Settings</h2>{scrolled(Table('How it was traced', ('setting', 'value'), rows))}"
+
+
+def flat(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings within settings, by their full names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def setting_text(value: Any) -> str:

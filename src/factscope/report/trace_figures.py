@@ -105,8 +105,8 @@ def top(cells: np.ndarray, low: float) -> float:
 
 
 def severed_detail(record: TraceRecord, token: int | None = None) -> Figure:
-    """One fact at one token, with and without severing; the subject's last token if not given."""
-    chosen = record.subject[1] - 1 if token is None else token
+    """One fact at one token, with and without severing; by default the decisive subject token."""
+    chosen = decisive_token(record) if token is None else token
     if not 0 <= chosen < len(record.tokens):
         raise BadSetting(f"no token {chosen} in a prompt of {len(record.tokens)} tokens")
     rows = detail_rows(record, chosen)
@@ -126,6 +126,18 @@ def severed_detail(record: TraceRecord, token: int | None = None) -> Figure:
     ax.set_title(shortened(record.fact.text), fontsize=MEDIUM, **plain())
     ax.legend(frameon=False, fontsize=SMALL)
     return fig
+
+
+def decisive_token(record: TraceRecord) -> int:
+    """The subject's token, of those traced in a severed graph, where a state restores most."""
+    severed = [grid(record, SEVERED[module]) for module in record.severed]
+    measured = [
+        token
+        for token in range(*record.subject)
+        if all(not np.isnan(table[token]).any() for table in severed)
+    ]
+    states = grid(record, "states")
+    return max(measured, key=lambda token: states[token].max(), default=record.subject[1] - 1)
 
 
 def draw_run(ax: Axes, name: str, probability: float, style: str) -> None:

@@ -32,6 +32,7 @@ class RunFolder:
             raise WrongRun(f"{path} is a file; give a folder for the run")
         if (path / "spec.toml").is_file():
             folder._must_match(wanted)
+            folder._must_be_same_model(info)
             folder._drop_broken_line()
             return folder
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
@@ -73,6 +74,14 @@ class RunFolder:
             raise WrongRun(
                 f"{self.path} belongs to another run; give another folder, or the same settings. "
                 "There (-) and asked for (+):\n  " + "\n  ".join(changes)
+            )
+
+    def _must_be_same_model(self, info: Mapping[str, Any]) -> None:
+        """The same name may stand for other weights by now."""
+        there = json.loads((self.path / "info.json").read_text("utf-8")).get("model_fingerprint")
+        if there != info.get("model_fingerprint"):
+            raise WrongRun(
+                f"{self.path} was made with other weights of the same name; give another folder"
             )
 
     def _drop_broken_line(self) -> None:
