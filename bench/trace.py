@@ -30,11 +30,13 @@ from factscope.lm.arch import arch_of
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, encode_fact
 from factscope.records import KINDS
+from factscope.tracing.batch import trace_batch
 from factscope.tracing.corrupt import Corruption, Scale, draw
 from factscope.tracing.memory import Budget, parse_bytes
 from factscope.tracing.plain import Plain
+from factscope.tracing.questions import Question
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import Question, batches, default_scale, trace_batch
+from factscope.tracing.trace import batches, default_scale
 
 SHAPES = {
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),

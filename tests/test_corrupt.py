@@ -8,7 +8,7 @@ from factscope.errors import BadSetting
 from factscope.facts import Fact
 from factscope.lm.arch import arch_of
 from factscope.lm.model import LM
-from factscope.tracing.corrupt import Corruption, Scale, draw, noisy, parse_level, scale
+from factscope.tracing.corrupt import Corruption, Scale, draw, measure, noisy, parse_level
 
 from families import tiny_model
 from tokenizers_ import tokenizer
@@ -79,13 +79,13 @@ def test_sigma_is_over_every_entry_of_the_subjects_embeddings(worded: LM) -> Non
     subjects = ["The Eiffel Tower", "Big Ben"]
     ids = [i for s in subjects for i in worded.tokenizer(s, add_special_tokens=False)["input_ids"]]
     wanted = worded.embed.weight[ids].double().std()  # unbiased
-    assert scale(worded, Corruption(), subjects, []).sigma == pytest.approx(wanted.item())
+    assert measure(worded, Corruption(), subjects, []).sigma == pytest.approx(wanted.item())
 
 
 def test_the_covariance_is_that_of_the_texts_tokens(worded: LM) -> None:
     texts = ["The Eiffel Tower is located in the city of Paris", "Rome is the capital of Italy"]
     ids = [i for s in texts for i in worded.tokenizer(s, add_special_tokens=False)["input_ids"]]
-    found = scale(worded, Corruption(distribution="embedding"), ["Big Ben"], texts)
+    found = measure(worded, Corruption(distribution="embedding"), ["Big Ben"], texts)
     assert found.mean is not None
     assert found.spread is not None
     rows = worded.embed.weight[ids].double().numpy()

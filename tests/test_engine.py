@@ -11,12 +11,13 @@ from factscope.lm.arch import ARCHS
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
 from factscope.records import KINDS, TraceRecord
+from factscope.tracing.batch import trace_batch
 from factscope.tracing.corrupt import Corruption, Scale, draw
 from factscope.tracing.engine import Stretch, pack
 from factscope.tracing.memory import Budget
 from factscope.tracing.plain import Plain
+from factscope.tracing.questions import Question
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import Question, trace_batch
 
 from families import tiny
 

@@ -170,11 +170,16 @@ def test_severed_graphs_stand_beside_the_intact_one():
     assert legend(fig)[1:] == ["Effect with MLP severed", "Effect with Attn severed"]
 
 
-def test_the_detail_is_of_the_last_subject_token():
+def test_the_detail_is_of_the_decisive_subject_token_or_of_the_one_given():
     record = trace()
-    fig = figures.severed_detail(record)
-    tops = [bar.get_y() + bar.get_height() for bar in bars(fig)]
-    assert tops == pytest.approx(list(record.restored["states"][3]))
+    states = record.restored["states"]
+    decisive = max(range(*record.subject), key=lambda t: max(x or 0 for x in states[t]))
+    for token, fig in (
+        (decisive, figures.severed_detail(record)),
+        (3, figures.severed_detail(record, token=3)),
+    ):
+        tops = [bar.get_y() + bar.get_height() for bar in bars(fig)]
+        assert tops == pytest.approx(list(states[token]))
     with pytest.raises(BadSetting, match="no token 9"):
         figures.severed_detail(record, token=9)
 

@@ -15,9 +15,10 @@ from factscope.lm.tokens import encode
 from factscope.records import TraceRecord, read_records, write_records
 from factscope.runs.folder import RunFolder
 from factscope.tracing import trace as module
-from factscope.tracing.corrupt import Corruption
+from factscope.tracing.corrupt import Corruption, draw
 from factscope.tracing.memory import Budget, parse_bytes
 from factscope.tracing.plain import Plain
+from factscope.tracing.questions import Question, ask
 from factscope.tracing.settings import PRESETS, Tracing, window_of
 from factscope.tracing.trace import trace, trace_many
 
@@ -57,9 +58,9 @@ def same(a: TraceRecord, b: TraceRecord) -> None:
 def test_many_at_once_are_as_one_by_one(worded: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budget, "facts", lambda *args, **kwargs: 16)  # as on a GPU
     scale = module.default_scale(worded, QUICK.corruption, FACTS)
-    together = by_fact(trace_many(worded, FACTS, QUICK, scale_=scale))
+    together = by_fact(trace_many(worded, FACTS, QUICK, scale=scale))
     for fact in FACTS[:3]:
-        same(together[fact], trace(worded, fact, QUICK, scale_=scale))
+        same(together[fact], trace(worded, fact, QUICK, scale=scale))
 
 
 def test_an_unknown_fact_is_recorded_without_a_trace(worded: LM) -> None:
@@ -122,7 +123,7 @@ def test_out_of_memory_is_tried_again_in_halves(
 
     monkeypatch.setattr(module, "trace_batch", once_too_large)
     monkeypatch.setattr(Budget, "facts", lambda *args, **kwargs: 16)
-    monkeypatch.setattr(module, "_restorable", lambda q: 1)
+    monkeypatch.setattr(Question, "restorable", 1)
     records = list(trace_many(worded, FACTS[:3], QUICK))
     assert len(records) == 3
     assert sizes[0] == 3
@@ -262,7 +263,7 @@ def test_the_default_model_end_to_end(default_model: LM) -> None:
     start, stop = record.subject
 
     def noise() -> np.ndarray:
-        return module.draw(settings.corruption, scale, fact, stop - start, default_model.width)
+        return draw(settings.corruption, scale, fact, stop - start, default_model.width)
 
     ids = encode(default_model, fact.text).ids
     slow = Plain(default_model, ids, record.subject, noise, settings)
@@ -274,5 +275,5 @@ def test_the_default_model_end_to_end(default_model: LM) -> None:
 
 @pytest.mark.model
 def test_the_default_model_knows_most_of_the_packages_facts(default_model: LM) -> None:
-    asked = module._ask(default_model, everyday(), Tracing())
+    asked = ask(default_model, everyday(), Tracing())
     assert sum(q.known for q in asked) / len(asked) > 0.5

@@ -79,7 +79,7 @@ class TraceRun:
         if not rest:
             return
         scale = default_scale(lm, self.settings.corruption, facts)
-        for record in trace_many(lm, rest, self.settings, scale_=scale, memory=memory, done=done):
+        for record in trace_many(lm, rest, self.settings, scale=scale, memory=memory, done=done):
             folder.append(record)
 
 

@@ -1,6 +1,6 @@
 """How the subject is hidden from the model: noise on its token embeddings (paper §2.1, App. B).
 
-A `Corruption` says which noise; `scale` says how large one σ of this model's embeddings is;
+A `Corruption` says which noise; `measure` finds how large one σ of this model's embeddings is;
 `draw` makes the numbers. The same seed gives the same numbers, whatever is batched with what.
 """
 
@@ -19,7 +19,7 @@ from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
-__all__ = ["Corruption", "Scale", "draw", "parse_level", "scale"]
+__all__ = ["Corruption", "Scale", "draw", "measure", "noisy", "parse_level"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Scale:
     """A square root of the covariance of the token embeddings."""
 
 
-def scale(lm: LM, corruption: Corruption, subjects: Iterable[str], texts: Sequence[str]) -> Scale:
+def measure(lm: LM, corruption: Corruption, subjects: Iterable[str], texts: Sequence[str]) -> Scale:
     """Measure σ over subjects (each tokenized alone), and μ, Σ over texts where they are needed."""
     x = _embeddings(lm, subjects)
     sigma = x.std().item()
