@@ -3,12 +3,15 @@
 import json as json_module
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factscope.cli.options import Device, Dtype, Json, Model
 from factscope.cli.show import doing, notes, print_json, progress, results
+
+if TYPE_CHECKING:
+    from factscope.facts import Fact
 
 __all__ = ["data"]
 
@@ -61,23 +64,22 @@ def find_known(
         lm = load(model, device=device, dtype=dtype)
     with progress("asking", len(asked)) as done:
         found = list(find(lm, asked, tokens=tokens, done=done))
-    lines = [
-        json_module.dumps(
-            {
-                "known_id": number,
-                "subject": fact.subject,
-                "attribute": fact.target,
-                "prompt": fact.text,
-                "prediction": said,
-                "relation_id": fact.relation,
-            },
-            ensure_ascii=False,
-        )
-        for number, (fact, said) in enumerate(found)
-    ]
-    save_text(out, "".join(line + "\n" for line in lines))
+    save_text(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
     if json:
         print_json({"asked": len(asked), "known": len(found), "file": str(out)})
         return
     summary = f"{len(found)} of {len(asked)} facts are known to {model}: {out}"
     results.print(f"{summary}\nNext: factscope trace --facts {out} --out RUN", soft_wrap=True)
+
+
+def _line(number: int, fact: "Fact", said: str) -> str:
+    """A known fact as known_1000 has it."""
+    record = {
+        "known_id": number,
+        "subject": fact.subject,
+        "attribute": fact.target,
+        "prompt": fact.text,
+        "prediction": said,
+        "relation_id": fact.relation,
+    }
+    return json_module.dumps(record, ensure_ascii=False) + "\n"

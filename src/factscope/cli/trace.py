@@ -1,12 +1,10 @@
 """factscope trace: where is this fact? One prompt, or a file of facts into a run's folder."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
+from factscope.cli import trace_options as flags
 from factscope.cli.options import Device, DeviceMap, Dtype, Json, Model
 from factscope.cli.show import doing, notes, print_json, progress, results, working
 from factscope.cli.view import check_suffix, draw, print_trace
@@ -20,110 +18,50 @@ if TYPE_CHECKING:
 
 __all__ = ["trace"]
 
-Corrupted = "Corruption"
-Restored = "Restoration"
-
 
 def trace(
-    prompt: Annotated[str | None, typer.Argument(help="Text that leads up to the object.")] = None,
-    subject: Annotated[str | None, typer.Option(help="The words that name the subject.")] = None,
-    occurrence: Annotated[
-        int | None, typer.Option(help="Which of the subject's places in the prompt, from 1.")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="The answer that is expected.")] = None,
-    facts: Annotated[
-        Path | None, typer.Option(help="Trace every fact of a JSON or JSON-lines file.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many facts.", min=1)] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Figure (.png .svg .pdf .html), or folder of the run."),
-    ] = None,
+    prompt: flags.Prompt = None,
+    subject: flags.Subject = None,
+    occurrence: flags.Occurrence = None,
+    target: flags.Target = None,
+    facts: flags.Facts = None,
+    limit: flags.Limit = None,
+    out: flags.Out = None,
     model: Model = "smollm2-135m",
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "float32",
-    memory: Annotated[
-        str | None, typer.Option(help="Bound on memory beside the model, such as 4GiB.")
-    ] = None,
+    memory: flags.Memory = None,
     json: Json = False,
-    preset: Annotated[
-        str, typer.Option(help="default, or paper for what the paper's code computes.")
-    ] = "default",
-    noise: Annotated[
-        str | None,
-        typer.Option(help="3s for three σ, 0.25 for absolute.", rich_help_panel=Corrupted),
-    ] = None,
-    corrupt: Annotated[
-        str | None,
-        typer.Option(help="gaussian, uniform or embedding.", rich_help_panel=Corrupted),
-    ] = None,
-    replace_: Annotated[
-        bool,
-        typer.Option(
-            "--replace", help="Noise instead of the embedding.", rich_help_panel=Corrupted
-        ),
-    ] = False,
-    extra_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens after the subject to corrupt too.", rich_help_panel=Corrupted),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Draws of the noise.", rich_help_panel=Corrupted)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the noise.", rich_help_panel=Corrupted)
-    ] = None,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(help="states, mlp or attn; repeatable.", rich_help_panel=Restored),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Layers restored together, mlp and attn.", rich_help_panel=Restored),
-    ] = None,
-    alignment: Annotated[
-        str | None,
-        typer.Option(help="text (l-4 … l+5) or code (l-5 … l+4).", rich_help_panel=Restored),
-    ] = None,
-    sever: Annotated[
-        list[str] | None,
-        typer.Option(help="Also sever mlp or attn; repeatable.", rich_help_panel=Restored),
-    ] = None,
-    sever_rows: Annotated[
-        str | None,
-        typer.Option(help="all tokens, or last_subject.", rich_help_panel=Restored),
-    ] = None,
-    sever_at: Annotated[
-        str | None,
-        typer.Option(help="restored token, or every token.", rich_help_panel=Restored),
-    ] = None,
-    gradients: Annotated[
-        bool,
-        typer.Option("--gradients", help="Integrated gradients too.", rich_help_panel=Restored),
-    ] = False,
-    gradient_path: Annotated[
-        str | None,
-        typer.Option(help="layer, or state: each alone, dearer.", rich_help_panel=Restored),
-    ] = None,
+    preset: flags.Preset = "default",
+    noise: flags.Noise = None,
+    corrupt: flags.Corrupt = None,
+    replace: flags.Replace = False,
+    extra_tokens: flags.ExtraTokens = None,
+    samples: flags.Samples = None,
+    seed: flags.Seed = None,
+    kind: flags.Kind = None,
+    window: flags.Window = None,
+    alignment: flags.Alignment = None,
+    sever: flags.Sever = None,
+    sever_rows: flags.SeverRows = None,
+    sever_at: flags.SeverAt = None,
+    gradients: flags.Gradients = False,
+    gradient_path: flags.GradientPath = None,
 ) -> None:
     """Trace a fact: which states bring the answer back after the subject was hidden?"""
     from factscope.lm.load import load
     from factscope.runs.tracing import TraceRun
     from factscope.tracing.memory import parse_bytes
 
-    settings = _settings(
+    settings = flags.settings_of(
         preset,
-        corruption={
-            **_level(noise), "distribution": corrupt, "replace": replace_ or None,
-            "extra_tokens": extra_tokens, "samples": samples, "seed": seed,
-        },
-        tracing={
-            "kinds": tuple(kind) if kind else None, "window": window, "alignment": alignment,
-            "sever": tuple(sever) if sever else None, "sever_rows": sever_rows,
-            "sever_at": sever_at, "gradients": gradients or None,
-            "gradient_path": gradient_path,
-        },
+        noise,
+        {"distribution": corrupt, "replace": replace, "extra_tokens": extra_tokens,
+         "samples": samples, "seed": seed},
+        {"kinds": kind, "window": window, "alignment": alignment, "sever": sever,
+         "sever_rows": sever_rows, "sever_at": sever_at, "gradients": gradients,
+         "gradient_path": gradient_path},
     )  # fmt: skip
     bound = None if memory is None else parse_bytes(memory)
     if facts is not None:
@@ -140,27 +78,6 @@ def trace(
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype, device_map=device_map)
     _one(lm, fact, settings, bound, out, json)
-
-
-def _settings(preset: str, corruption: dict[str, Any], tracing: dict[str, Any]) -> "Tracing":
-    """The preset with what was said otherwise."""
-    from factscope.tracing.settings import PRESETS
-
-    if preset not in PRESETS:
-        raise BadSetting(f"the preset {preset!r} is not known; choose from {', '.join(PRESETS)}")
-    base = PRESETS[preset]
-    given = {k: v for k, v in tracing.items() if v is not None}
-    noise = {k: v for k, v in corruption.items() if v is not None}
-    return replace(base, corruption=replace(base.corruption, **noise), **given)
-
-
-def _level(noise: str | None) -> dict[str, Any]:
-    from factscope.tracing.corrupt import parse_level
-
-    if noise is None:
-        return {}
-    level, in_sigmas = parse_level(noise)
-    return {"level": level, "in_sigmas": in_sigmas}
 
 
 def _fact(prompt: str, subject: str, occurrence: int | None, target: str | None) -> "Fact":
