@@ -13,11 +13,11 @@ from factscope.lm.tokens import Prompt
 from factscope.records import KINDS, TraceRecord
 from factscope.tracing.batch import trace_batch
 from factscope.tracing.corrupt import Corruption, Scale, draw
-from factscope.tracing.engine import Stretch, pack
 from factscope.tracing.memory import Budget
 from factscope.tracing.plain import Plain
 from factscope.tracing.questions import Question
 from factscope.tracing.settings import Tracing
+from factscope.tracing.strands import Stretch, pack
 
 from families import tiny
 

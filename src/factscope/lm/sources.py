@@ -250,16 +250,21 @@ def _convert(gguf: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def quiet(*, bars: bool = False) -> Iterator[None]:
-    """Keep transformers' remarks and, unless `bars`, its progress bars off the terminal."""
+    """Keep the remarks of transformers and of the hub, and, unless `bars`, the progress bars of
+    the former off the terminal."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as theirs
 
     verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    hub_verbosity = hub.get_verbosity()
     theirs.set_verbosity_error()
+    hub.set_verbosity_error()
     if not bars:
         theirs.disable_progress_bar()
     try:
         yield
     finally:
         theirs.set_verbosity(verbosity)
+        hub.set_verbosity(hub_verbosity)
         if had_bars:
             theirs.enable_progress_bar()

@@ -14,11 +14,12 @@ from factscope.lm.model import LM
 from factscope.lm.tokens import spoken
 from factscope.records import Grid, TraceRecord, as_grid
 from factscope.tracing.corrupt import Scale, draw, noisy
-from factscope.tracing.engine import Restoration, Stretch, probability, restore
+from factscope.tracing.engine import Restoration, probability, restore
 from factscope.tracing.gradients import integrated_gradients
 from factscope.tracing.memory import Budget
 from factscope.tracing.questions import Question, padded
 from factscope.tracing.settings import Tracing, window_of
+from factscope.tracing.strands import Stretch
 
 __all__ = ["trace_batch", "unknown"]
 

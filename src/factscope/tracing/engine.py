@@ -6,9 +6,8 @@ So the clean and the corrupted run are made once and kept, and then one walk upw
 their tokens t … T-1 only, looking back to the corrupted run's keys and values left of t; then the
 layer's own restorations join. The weights of a layer are read once for all cells.
 
-The stretches t … T-1 of one prompt share rows (*strands*), each blind to the others: hardly a slot
-is empty, and attention works on full tiles. What is pending is a block of states
-(cell's layer × strand × slot × width).
+The stretches t … T-1 are packed into strands (see `tracing.strands`); what is pending is a block of
+states: cell's layer × strand × slot × width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,9 @@ from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
 from factscope.lm.quick import quick
 from factscope.lm.replay import Replay, View
+from factscope.tracing.strands import Strands, Stretch, lay_out, pack
 
-__all__ = ["Job", "Restoration", "Stretch", "restore", "walk"]
+__all__ = ["Job", "Restoration", "probability", "restore", "walk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,113 +45,6 @@ class Restoration:
         """The first block that the cell of a layer has to run through."""
         start = self.windows[layer][0]
         return start + 1 if self.kind == "states" else start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """The tokens of one prompt from a restored one to the last, in one row of the run."""
-
-    clean: int
-    """The row of the clean run."""
-    row: int
-    """The row of the corrupted run."""
-    start: int
-    """The restored token."""
-    stop: int
-    answer: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Strands:
-    """Stretches packed into rows: the view for the blocks, and where each stretch lies."""
-
-    view: View
-    stretches: list[Stretch]
-    """In the order of the tensors below."""
-    strand: Int[Tensor, " stretch"]
-    first: Int[Tensor, " stretch"]
-    """The slot of the restored token."""
-    last: Int[Tensor, " stretch"]
-    """The slot of the prompt's last token."""
-    token: Int[Tensor, " stretch"]
-    clean: Int[Tensor, " stretch"]
-    row: Int[Tensor, " stretch"]
-    answer: Int[Tensor, " stretch"]
-
-
-SLOTS = 48
-"""About how many slots a strand has: with its past it should fill one tile of 64 keys."""
-
-
-def pack(stretches: Sequence[Stretch], alone: bool) -> list[list[Stretch]]:
-    """Put the stretches of each row into strands, longest first, each where it fits first.
-
-    With `alone`, no two share a strand.
-    """
-    rows: dict[int, list[Stretch]] = {}
-    for stretch in sorted(stretches, key=len, reverse=True):
-        rows.setdefault(stretch.row, []).append(stretch)
-    if alone:
-        return [[stretch] for row in rows.values() for stretch in row]
-    width = max(map(_width, rows.values()))
-    return [strand for row in rows.values() for strand in _fill(row, width)]
-
-
-def _width(row: list[Stretch]) -> int:
-    """Slots for strands that share a row's stretches evenly."""
-    total = sum(map(len, row))
-    return max(len(row[0]), -(-total // -(-total // SLOTS)))
-
-
-def _fill(row: list[Stretch], width: int) -> list[list[Stretch]]:
-    strands: list[list[Stretch]] = []
-    for stretch in row:
-        room = (held for held in strands if sum(map(len, held)) + len(stretch) <= width)
-        held = next(room, None)
-        if held is None:
-            strands.append([stretch])
-        else:
-            held.append(stretch)
-    return strands
-
-
-def lay_out(strands: list[list[Stretch]], device: torch.device) -> Strands:
-    """The tensors that tell the blocks and the hooks where every stretch lies."""
-    width = max(sum(map(len, held)) for held in strands)
-    position = torch.zeros(len(strands), width, dtype=torch.long)
-    start = torch.full((len(strands), width), -1)
-    places: list[tuple[Stretch, int, int]] = []
-    for i, held in enumerate(strands):
-        slot = 0
-        for stretch in held:
-            stop = slot + len(stretch)
-            position[i, slot:stop] = torch.arange(stretch.start, stretch.stop)
-            start[i, slot:stop] = stretch.start
-            places.append((stretch, i, slot))
-            slot = stop
-
-    def tensor(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, device=device)
-
-    return Strands(
-        view=View(
-            row=tensor([held[0].row for held in strands]),
-            position=position.to(device),
-            start=start.to(device),
-            past=int(start.max()),
-        ),
-        stretches=[s for s, _, _ in places],
-        strand=tensor([i for _, i, _ in places]),
-        first=tensor([slot for _, _, slot in places]),
-        last=tensor([slot + len(s) - 1 for s, _, slot in places]),
-        token=tensor([s.start for s, _, _ in places]),
-        clean=tensor([s.clean for s, _, _ in places]),
-        row=tensor([s.row for s, _, _ in places]),
-        answer=tensor([s.answer for s, _, _ in places]),
-    )
 
 
 Done = Callable[[float], None]
@@ -249,7 +142,7 @@ def walk(
                 some = pending[begin : min(joined, begin + copies)]
                 with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
                     some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
-        done(joined / work)
+        done(joined / max(1, work))
     return _answers(lm, strands, pending, job)
 
 
@@ -260,11 +153,16 @@ def _joining(
     entry = restoration.entry(layer)
     view = strands.view
     before = run.inputs if entry == 0 else run.states[entry - 1]
-    states = before[view.row[:, None], view.position].to(run.inputs.device)
+    states = _at(before, view.row[:, None], view.position).to(run.inputs.device)
     if restoration.kind == "states":
-        clean = run.states[layer][strands.clean, strands.token]
+        clean = _at(run.states[layer], strands.clean, strands.token)
         states[strands.strand, strands.first] = clean.to(states.device)
     return states
+
+
+def _at(x: Tensor, *where: Tensor) -> Tensor:
+    """Entries of a tensor, wherever it lies: a large model's layers are on several devices."""
+    return x[tuple(index.to(x.device) for index in where)]
 
 
 @contextmanager
@@ -284,11 +182,12 @@ def _intervened(
         if restoration.windows[i][0] <= layer < restoration.windows[i][1]
     ]
     if restoration.kind != "states" and active:
-        clean = run.contributions[restoration.kind][layer][strands.clean, strands.token]
+        clean = _at(run.contributions[restoration.kind][layer], strands.clean, strands.token)
+        strand, first = strands.strand.to(clean.device), strands.first.to(clean.device)
         some = slice(active[0], active[-1] + 1)  # windows move up one by one: a run of cells
 
         def put(out: Tensor) -> None:
-            out.view(shape)[some, strands.strand, strands.first] = clean
+            out.view(shape)[some, strand, first] = clean
 
         hooks.append((lm.contribution(restoration.kind, layer), put))
     with on_output(*hooks):
@@ -299,16 +198,11 @@ def _frozen(corrupted: Tensor, strands: Strands, every: bool) -> Callable[[Tenso
     """Write the corrupted contributions over a module's output."""
     view = strands.view
     if every:
-        tokens = (slice(None), slice(None), slice(None))
-        values = corrupted[view.row[:, None], view.position]
-    else:
-        tokens = (slice(None), strands.strand, strands.first)
-        values = corrupted[strands.row, strands.token]
-
-    def put(out: Tensor) -> None:
-        out[tokens] = values
-
-    return put
+        values = _at(corrupted, view.row[:, None], view.position)
+        return lambda out: out.__setitem__(slice(None), values)
+    values = _at(corrupted, strands.row, strands.token)
+    strand, first = strands.strand.to(values.device), strands.first.to(values.device)
+    return lambda out: out.__setitem__((slice(None), strand, first), values)
 
 
 def _answers(lm: LM, strands: Strands, pending: Tensor, job: Job) -> Float[Tensor, "layer stretch"]:
