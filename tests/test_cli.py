@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,9 +265,10 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     real, subjects = tracing.trace_many, list[str]()
 
-    def spy(lm: Any, facts: Sequence[Fact], *args: Any, **kwargs: Any) -> Any:
-        subjects.extend(fact.subject for fact in facts)
-        return real(lm, facts, *args, **kwargs)
+    def spy(*args: Any, **kwargs: Any) -> Iterator[TraceRecord]:
+        for record in real(*args, **kwargs):
+            subjects.append(record.fact.subject)
+            yield record
 
     monkeypatch.setattr(tracing, "trace_many", spy)
     return subjects
@@ -298,13 +299,13 @@ def test_a_run_is_made_and_not_made_again(
     assert first.code == 0
     assert json.loads(first.out) == {"run": str(run), "facts": 3, "known": 3, "left_out": []}
     subjects = [fact["subject"] for fact in FACTS]
-    assert traced == subjects
+    assert sorted(traced) == sorted(subjects)
     # Facts of about the same length are traced together: the order is not the file's.
     records = {record.fact.subject for record in read_records(run / "records.jsonl")}
     assert records == set(subjects)
     before = (run / "records.jsonl").read_bytes()
     assert trace("--facts", facts, "--out", run).code == 0
-    assert traced == subjects
+    assert len(traced) == len(subjects)
     assert (run / "records.jsonl").read_bytes() == before
 
 

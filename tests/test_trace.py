@@ -176,6 +176,15 @@ def test_records_go_to_disk_and_back(worded: LM, tmp_path) -> None:
         list(read_records(path))
 
 
+def test_a_run_broken_off_and_taken_up_equals_an_unbroken_one(worded: LM) -> None:
+    facts = [*FACTS, *everyday()[:6]]
+    unbroken = list(trace_many(worded, facts, QUICK))
+    for cut in (0, 1, 5, len(facts)):
+        first = unbroken[:cut]
+        rest = list(trace_many(worded, facts, QUICK, finished={r.fact for r in first}))
+        assert first + rest == unbroken
+
+
 def test_a_run_is_tied_to_its_spec_and_to_the_weights(tmp_path) -> None:
     spec, info = {"model": "m", "limit": None}, {"model_fingerprint": "abc"}
     RunFolder.begin(tmp_path / "run", spec, info)

@@ -74,12 +74,11 @@ class TraceRun:
     ) -> None:
         """Trace what is not yet in the folder. σ is that of all the run's subjects."""
         finished = {record.fact for record in folder.records()}
-        rest = [fact for fact in facts if fact not in finished]
-        done(len(facts) - len(rest))
-        if not rest:
-            return
+        done(sum(fact in finished for fact in facts))
         scale = default_scale(lm, self.settings.corruption, facts)
-        for record in trace_many(lm, rest, self.settings, scale=scale, memory=memory, done=done):
+        for record in trace_many(
+            lm, facts, self.settings, scale=scale, memory=memory, finished=finished, done=done
+        ):
             folder.append(record)
 
 

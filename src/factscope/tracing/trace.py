@@ -6,7 +6,7 @@
    of the clean run is put back. How far the answer returns is that cell's indirect effect.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -51,18 +51,25 @@ def trace_many(
     *,
     scale: Scale | None = None,
     memory: int | None = None,
+    finished: Collection[Fact] = (),
     done: Callable[[int], None] = lambda n: None,
 ) -> Iterator[TraceRecord]:
     """Trace many facts, several of about the same length in a batch, as each batch is finished.
 
     A fact whose answer is not its target is recorded as not known, without a trace. `memory`
-    bounds the bytes used beside the model; `done` hears how many facts were finished.
+    bounds the bytes used beside the model; `done` hears how many facts were finished. Those
+    `finished` before are passed over, but still asked together with the others, so that a run
+    that was broken off gives the very numbers of an unbroken one (where facts are traced one by
+    one, as on a CPU).
     """
     settings = settings or Tracing()
     scale = scale or default_scale(lm, settings.corruption, facts)
     budget = Budget.of(lm, memory)
     for begin in range(0, len(facts), LOOKAHEAD):
-        questions = ask(lm, facts[begin : begin + LOOKAHEAD], settings)
+        some = facts[begin : begin + LOOKAHEAD]
+        if all(fact in finished for fact in some):
+            continue
+        questions = [q for q in ask(lm, some, settings) if q.fact not in finished]
         for question in questions:
             if not question.known:
                 yield unknown(lm, question, settings)
