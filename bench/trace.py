@@ -31,7 +31,7 @@ from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, encode_fact
 from factscope.records import KINDS
 from factscope.tracing.batch import trace_batch
-from factscope.tracing.corrupt import Corruption, Scale, draw
+from factscope.tracing.corrupt import Corruption, Scale
 from factscope.tracing.memory import Budget, parse_bytes
 from factscope.tracing.plain import Plain
 from factscope.tracing.questions import Question
@@ -133,21 +133,11 @@ def cells(plain: Plain, n_layers: int, wanted: int | None) -> Iterator[tuple[int
     return islice(everything, step // 2, None, step)
 
 
-def slow_twin(lm: LM, q: Question, scale: Scale, settings: Tracing) -> Plain:
-    start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
-    width = lm.embed.weight.shape[1]
-
-    def noise() -> np.ndarray:
-        return draw(settings.corruption, scale, q.fact, stop - start, width)
-
-    return Plain(lm, q.prompt.ids, (start, stop), noise, settings)
-
-
 def reference(
     lm: LM, q: Question, scale: Scale, settings: Tracing, wanted: int | None, clock: Clock
 ) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
     """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
-    plain = slow_twin(lm, q, scale, settings)
+    plain = Plain.of(lm, q, settings, scale)
     found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
     for kind in KINDS:
         values: dict[tuple[int, int], float] = {}
@@ -175,7 +165,7 @@ def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: 
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    q = replace(q, answer=slow_twin(lm, q, scale, settings).answer)
+    q = replace(q, answer=Plain.of(lm, q, settings, scale).answer)
     slow = {} if args.no_reference else reference(
         lm, q, scale, settings, args.reference_cells, clock
     )  # fmt: skip

@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LEVELS = (
     ("errors",),
-    ("facts", "fetch"),
+    ("facts", "fetch", "files"),
     ("records",),
     ("analysis",),
     ("report",),
@@ -28,7 +28,7 @@ LEVELS = (
 """A module imports from levels above its own in this list, or from its own package."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-LIGHT = ("errors", "facts", "fetch", "records", "analysis", "report")
+LIGHT = ("errors", "facts", "fetch", "files", "records", "analysis", "report")
 """What needs no torch."""
 
 

@@ -12,7 +12,7 @@ from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
 from factscope.records import KINDS, TraceRecord
 from factscope.tracing.batch import trace_batch
-from factscope.tracing.corrupt import Corruption, Scale, draw
+from factscope.tracing.corrupt import Corruption, Scale
 from factscope.tracing.memory import Budget
 from factscope.tracing.plain import Plain
 from factscope.tracing.questions import Question
@@ -47,13 +47,7 @@ def width(lm: LM) -> int:
 
 
 def plain(lm: LM, q: Question, settings: Tracing, scale: Scale = SCALE) -> Plain:
-    corrupt = settings.corruption.tokens(q.subject, len(q.prompt))
-    tokens = corrupt[1] - corrupt[0]
-
-    def noise() -> np.ndarray:
-        return draw(settings.corruption, scale, q.fact, tokens, width(lm))
-
-    return Plain(lm, q.prompt.ids, corrupt, noise, settings)
+    return Plain.of(lm, q, settings, scale)
 
 
 def table(lm: LM, cell, length: int) -> np.ndarray:

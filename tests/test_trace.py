@@ -15,7 +15,7 @@ from factscope.lm.tokens import encode
 from factscope.records import TraceRecord, read_records, write_records
 from factscope.runs.folder import RunFolder
 from factscope.tracing import trace as module
-from factscope.tracing.corrupt import Corruption, draw
+from factscope.tracing.corrupt import Corruption
 from factscope.tracing.memory import Budget, parse_bytes
 from factscope.tracing.plain import Plain
 from factscope.tracing.questions import Question, ask
@@ -269,13 +269,8 @@ def test_the_default_model_end_to_end(default_model: LM) -> None:
     assert record.clean == pytest.approx(0.70, abs=0.02)
     assert record.corrupted < 0.2
     scale = module.default_scale(default_model, settings.corruption, [fact])
-    start, stop = record.subject
-
-    def noise() -> np.ndarray:
-        return draw(settings.corruption, scale, fact, stop - start, default_model.width)
-
-    ids = encode(default_model, fact.text).ids
-    slow = Plain(default_model, ids, record.subject, noise, settings)
+    [question] = ask(default_model, [fact], settings)
+    slow = Plain.of(default_model, question, settings, scale)
     assert record.corrupted == pytest.approx(slow.corrupted, rel=1e-4)
     for kind, t, layer in [("states", 2, 3), ("mlp", 2, 2), ("attn", 9, 18), ("states", 9, 25)]:
         found = record.restored[kind][t][layer]

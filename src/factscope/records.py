@@ -10,6 +10,7 @@ from typing import Any
 
 from factscope.errors import BadRecord
 from factscope.facts import Fact
+from factscope.files import write_whole
 
 __all__ = ["KINDS", "Grid", "TraceRecord", "read_records", "write_records"]
 
@@ -84,10 +85,7 @@ def as_grid(rows: Iterable[Sequence[float | None]]) -> Grid:
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> None:
     """Write the records, one a line; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(r.to_json() + "\n" for r in records))
 
 
 def read_records(path: Path) -> Iterator[TraceRecord]:

@@ -47,8 +47,8 @@ def find_known(
     """Find the facts that a model knows: greedy text names the object before any other name."""
     from factscope.data.facts_file import read_facts
     from factscope.data.pararel import statements
+    from factscope.files import write_whole
     from factscope.lm.load import load
-    from factscope.report.save import save_text
     from factscope.tracing.discover import find_known as find
 
     if patterns is None:
@@ -64,7 +64,7 @@ def find_known(
         lm = load(model, device=device, dtype=dtype)
     with progress("asking", len(asked)) as done:
         found = list(find(lm, asked, tokens=tokens, done=done))
-    save_text(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
+    write_whole(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
     if json:
         print_json({"asked": len(asked), "known": len(found), "file": str(out)})
         return

@@ -1,20 +1,18 @@
 """factscope models: what can be loaded, and what is here already."""
 
-import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from factscope.cli.options import Json
+from factscope.cli.show import print_json, results
 
 __all__ = ["models"]
 
 
-def models(
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def models(json: Json = False) -> None:
     """List the short names, the model families and the converted models in the cache."""
     found = _collect()
-    if json_:
-        typer.echo(json.dumps(found, ensure_ascii=False))
+    if json:
+        print_json(found)
     else:
         _show(found)
 
@@ -44,22 +42,20 @@ def _collect() -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
     short = Table("short name", "model", "download", "licence", "here", box=box.SIMPLE)
     for row in found["short_names"]:
         here = "yes" if row["cached"] else "no"
         short.add_row(
             row["name"], row["what"], _megabytes(row["download_bytes"]), row["licence"], here
         )
-    console.print(short)
-    console.print(f"families: {', '.join(found['families'])}", soft_wrap=True)
-    console.print("also: a folder with safetensors, a .gguf file, a hub id", soft_wrap=True)
-    console.print(f"cache: {found['cache']}", soft_wrap=True, markup=False)
+    results.print(short)
+    results.print(f"families: {', '.join(found['families'])}", soft_wrap=True)
+    results.print("also: a folder with safetensors, a .gguf file, a hub id", soft_wrap=True)
+    results.print(f"cache: {found['cache']}", soft_wrap=True)
     for row in found["converted"]:
-        console.print(f"  {row['name']}  {_megabytes(row['bytes'])}", soft_wrap=True, markup=False)
+        results.print(f"  {row['name']}  {_megabytes(row['bytes'])}", soft_wrap=True)
 
 
 def _megabytes(size: int) -> str:

@@ -42,6 +42,7 @@ def check_suffix(out: Path) -> None:
 
 def draw(record: "TraceRecord", out: Path) -> list[Path]:
     """Write the figure, and a second one beside it where the graph was severed; or the page."""
+    from factscope.files import write_whole
     from factscope.report.figures import (
         gradients_figure,
         save_figure,
@@ -49,11 +50,10 @@ def draw(record: "TraceRecord", out: Path) -> list[Path]:
         traces_figure,
     )
     from factscope.report.page import trace_page
-    from factscope.report.save import save_text
 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".html":
-        save_text(out, trace_page(record))
+        write_whole(out, trace_page(record))
         return [out]
     save_figure(gradients_figure(record) if record.gradients else traces_figure(record), out)
     if not (record.severed and "states" in record.restored):

@@ -69,12 +69,13 @@ def split_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produ
     depth, width = weight.shape
 
     def product(x: Tensor) -> Tensor:
-        h, l = _split(x.flatten(0, -2))  # noqa: E741
-        total = x.new_zeros(len(h), width) if bias is None else bias.expand(len(h), -1).clone()
-        _add_times(total, l, high)
-        _add_times(total, h, low)
+        main, rest = _split(x.flatten(0, -2))
+        rows = len(main)
+        total = x.new_zeros(rows, width) if bias is None else bias.expand(rows, -1).clone()
+        _add_times(total, rest, high)
+        _add_times(total, main, low)
         for i in range(0, depth, STRETCH):
-            _add_times(total, h[:, i : i + STRETCH], high[i : i + STRETCH])
+            _add_times(total, main[:, i : i + STRETCH], high[i : i + STRETCH])
         return total.view(*x.shape[:-1], width)
 
     return product

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from factscope.analysis.effects import AverageEffects, Pooling, average_kinds
 from factscope.analysis.severed import has_severed, severed_comparison
 from factscope.errors import BadRecord
+from factscope.files import write_whole
 from factscope.records import TraceRecord
 from factscope.report.figures import (
     average_heatmaps,
@@ -17,7 +18,6 @@ from factscope.report.figures import (
     traces_figure,
 )
 from factscope.report.page import run_page
-from factscope.report.save import save_text
 from factscope.report.tables import (
     FORMATS,
     Table,
@@ -52,7 +52,7 @@ def write_report(
         raise BadRecord("there are no records to report on; trace some facts first")
     averages = average_kinds(everyone, pooling=pooling, paper_roles=paper_roles)
     index = folder / "index.html"
-    save_text(index, run_page(title, everyone, pooling=pooling, paper_roles=paper_roles))
+    write_whole(index, run_page(title, everyone, pooling=pooling, paper_roles=paper_roles))
     return [
         index,
         *write_averages(averages, folder),
@@ -66,7 +66,7 @@ def write_averages(averages: Mapping[str, AverageEffects], folder: Path) -> list
     if not averages:
         return []
     every_cell = folder / "effects.csv"
-    save_text(every_cell, as_csv(cells_table(averages)))
+    write_whole(every_cell, as_csv(cells_table(averages)))
     return [
         *write_figure(average_heatmaps(averages), folder / "average_heatmaps"),
         *write_figure(average_lines(averages), folder / "average_lines"),
@@ -108,5 +108,5 @@ def write_table(table: Table, stem: Path) -> list[Path]:
     """A table in each of its formats."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in TABLES]
     for path, kind in zip(paths, TABLES, strict=True):
-        save_text(path, FORMATS[kind](table))
+        write_whole(path, FORMATS[kind](table))
     return paths

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Figures as files."""
 
 import io
 import warnings
@@ -8,8 +8,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from factscope.errors import BadSetting
+from factscope.files import write_whole
 
-__all__ = ["FIGURE_FORMATS", "figure_bytes", "save_figure", "save_text"]
+__all__ = ["FIGURE_FORMATS", "figure_bytes", "save_figure"]
 
 FIGURE_FORMATS = ("png", "svg", "pdf")
 DPI = 200
@@ -24,23 +25,7 @@ def save_figure(fig: Figure, path: Path) -> None:
     if kind not in FIGURE_FORMATS:
         known = ", ".join(f".{name}" for name in FIGURE_FORMATS)
         raise BadSetting(f"cannot write a figure as {path.name!r}; the suffix can be {known}")
-    save_bytes(path, figure_bytes(fig, kind))
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write the text as UTF-8."""
-    save_bytes(path, text.encode("utf-8", errors="replace"))
-
-
-def save_bytes(path: Path, data: bytes) -> None:
-    """Write beside the path, then take its place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, figure_bytes(fig, kind))
 
 
 def figure_bytes(fig: Figure, kind: str, dpi: int = DPI) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from factscope.errors import BadRecord, WrongRun
+from factscope.files import PARTIAL, write_whole
 from factscope.records import TraceRecord, read_records
 
 __all__ = ["RunFolder"]
@@ -38,8 +39,8 @@ class RunFolder:
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
             raise WrongRun(f"{path} holds other files and no run; give a new or empty folder")
         path.mkdir(parents=True, exist_ok=True)
-        _write(path / "info.json", json.dumps(info, indent=2) + "\n")
-        _write(path / "spec.toml", wanted)  # last: with it the folder is a run
+        write_whole(path / "info.json", json.dumps(info, indent=2) + "\n")
+        write_whole(path / "spec.toml", wanted)  # last: with it the folder is a run
         return folder
 
     @classmethod
@@ -111,10 +112,4 @@ def _without_none(value: Any) -> Any:
 
 def _unfinished(file: Path) -> bool:
     """What a run that was killed at its very beginning leaves."""
-    return file.name in ("info.json", "info.json.partial", "spec.toml.partial")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    return file.name == "info.json" or file.name.endswith(PARTIAL)

@@ -101,14 +101,13 @@ class Batch:
         """Clean and corrupted rows in one forward pass."""
         clean = padded(self.lm, [q.prompt for q in self.questions])
         ids = torch.cat([clean, clean.repeat_interleave(self.samples, 0)])
-        keep = ({*self.settings.kinds} | {*self.settings.sever}) - {"states"}
 
         def corrupt(out: Tensor) -> Tensor:
             for i, q in enumerate(self.questions):
                 self.corrupt_(out[self.first_row(i) :][: self.samples], q, replace)
             return out
 
-        return forward(self.lm, ids, keep=sorted(keep), embed=corrupt)
+        return forward(self.lm, ids, keep=self.settings.contributions, embed=corrupt)
 
     def corrupt_(
         self, embeddings: Float[Tensor, "sample token width"], q: Question, replace: bool

@@ -14,7 +14,8 @@ from torch import Tensor
 from factscope.lm.forward import Run, forward
 from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
-from factscope.tracing.corrupt import noisy
+from factscope.tracing.corrupt import Scale, draw, noisy
+from factscope.tracing.questions import Question
 from factscope.tracing.settings import Tracing, window_of
 
 __all__ = ["Plain"]
@@ -38,6 +39,17 @@ class Plain:
         self.answer = int(clean.argmax())
         self.clean = clean[self.answer].item()
         self.corrupted = self._score([])
+
+    @classmethod
+    def of(cls, lm: LM, q: Question, settings: Tracing, scale: Scale) -> "Plain":
+        """The slow twin of a question's trace."""
+        start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
+        width = lm.embed.weight.shape[1]
+
+        def noise() -> Float64[np.ndarray, "sample token width"]:
+            return draw(settings.corruption, scale, q.fact, stop - start, width)
+
+        return cls(lm, q.prompt.ids, (start, stop), noise, settings)
 
     def restored(self, kind: str, token: int, layer: int) -> float:
         """P*[o] with one state, or one window of contributions, of the clean run put back."""

@@ -51,6 +51,11 @@ class Tracing:
         if self.window < 1:
             raise BadSetting(f"the window is {self.window}; it must hold at least 1 layer")
 
+    @property
+    def contributions(self) -> list[str]:
+        """What a run must keep besides the states: the outputs that are restored or frozen."""
+        return sorted({*self.kinds, *self.sever} - {"states"})
+
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, for records and run folders."""
         return dataclasses.asdict(self)

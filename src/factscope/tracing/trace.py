@@ -92,7 +92,7 @@ def batches(
     lm: LM, questions: Sequence[Question], settings: Tracing, budget: Budget
 ) -> Iterator[list[Question]]:
     """Questions that go together: about as many tokens to restore, so that few slots are empty."""
-    kept = 1 + len({*settings.kinds, *settings.sever} - {"states"})
+    kept = 1 + len(settings.contributions)
     batch: list[Question] = []
     for q in sorted(questions, key=lambda q: q.restorable):
         size = budget.facts(lm, len(q.prompt), settings.corruption.samples, kept)
