@@ -381,8 +381,8 @@ def test_greedy_text_continues_the_prompt(style: str, monkeypatch: pytest.Monkey
     lm = small("gpt2", style)
     wanted = encode(lm, TEXTS[0] + " Paris and").ids[len(encode(lm, TEXTS[0])) :]
 
-    def answer(lm: LM, rows: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
+    def answer(lm: LM, rows: list[tuple[int, ...]], *how: object) -> list[list[int]]:
         return [list(wanted) for _ in rows]
 
-    monkeypatch.setattr("factscope.lm.predict._continue", answer)
+    monkeypatch.setattr("factscope.lm.predict.continue_ids", answer)
     assert greedy(lm, [TEXTS[0]], 5) == [" Paris and"]

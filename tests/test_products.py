@@ -74,3 +74,15 @@ def test_fused_gelu_is_the_spelled_out_one(family: str) -> None:
     own = module(x)
     with quick(block):
         torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("product", "error"), [(split_product, 1e-6), (half_product, 2**-11)], ids=["float32", "tf32"]
+)
+def test_gradients_have_that_precision_too(product, error: float) -> None:
+    x, weight, bias = problem(STRETCH + 100)
+    slope = torch.randn(4, 5, 24, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(product(weight, bias)(x), x, slope)
+    wanted = slope.double() @ weight.double().T
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() < error

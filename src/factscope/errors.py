@@ -1,6 +1,9 @@
 """What can go wrong, as one tree. Catch `FactscopeError` for all of it.
 
 FactscopeError            a run failed (exit code 1)
+├── NoProgress            a search that did not find what it looked for
+├── UnsafeEdit            an edit beyond the guard rails
+├── OutOfMemory           more than the device holds, even in the smallest pieces
 └── BadInput              what was asked for cannot be done as asked (exit code 2)
     ├── BadFact           empty prompt, no place for the subject, a broken line in a facts file
     │   ├── SubjectNotFound
@@ -11,7 +14,9 @@ FactscopeError            a run failed (exit code 1)
     ├── BadModelFile      a GGUF or checkpoint that cannot be read, or is not what its row says
     ├── WrongHash         a download that is not the expected file
     ├── NoNetwork         a download that could not be made
+    ├── BadEdit           an edit file that cannot be read, or is for another model
     ├── BadRecord         a records file that cannot be read
+    ├── BadStats          statistics of another model or layer, or that cannot be used
     └── WrongRun          an output folder that belongs to another run
 
 Each message says what was wrong, shows the value and names the next step; the command line
@@ -19,17 +24,22 @@ prints it without a traceback.
 """
 
 __all__ = [
+    "BadEdit",
     "BadFact",
     "BadInput",
     "BadModelFile",
     "BadRecord",
     "BadSetting",
+    "BadStats",
     "FactscopeError",
     "NoNetwork",
+    "NoProgress",
+    "OutOfMemory",
     "PromptTooLong",
     "SubjectNotFound",
     "UnknownFamily",
     "UnknownModel",
+    "UnsafeEdit",
     "WrongHash",
     "WrongRun",
 ]
@@ -39,6 +49,18 @@ class FactscopeError(Exception):
     """A run that failed."""
 
     exit_code = 1
+
+
+class NoProgress(FactscopeError):
+    """A search that did not find what it looked for."""
+
+
+class UnsafeEdit(FactscopeError):
+    """An edit beyond the guard rails; it can be forced."""
+
+
+class OutOfMemory(FactscopeError):
+    """More than the device holds, even in the smallest pieces."""
 
 
 class BadInput(FactscopeError):
@@ -83,8 +105,16 @@ class NoNetwork(BadInput):
     """A file that could not be fetched."""
 
 
+class BadEdit(BadInput):
+    """An edit that cannot be read, or does not belong to this model."""
+
+
 class BadRecord(BadInput):
     """A records file that cannot be read."""
+
+
+class BadStats(BadInput):
+    """Statistics of another model or layer, or that cannot be used."""
 
 
 class WrongRun(BadInput):

@@ -1,4 +1,8 @@
-"""The paper's nouns: a fact is a subject, a prompt that asks for its object, and the object."""
+"""The paper's nouns: facts, and cases in which a fact is rewritten.
+
+A fact is a subject, a prompt that asks for its object, and the object. A case is a fact with the
+object that it shall have from now on, and the prompts that tell whether that worked.
+"""
 
 import difflib
 from dataclasses import dataclass
@@ -6,7 +10,7 @@ from typing import Any
 
 from factscope.errors import BadFact, SubjectNotFound
 
-__all__ = ["Fact"]
+__all__ = ["Case", "Fact"]
 
 PLACE = "{}"
 
@@ -70,6 +74,24 @@ class Fact:
         start = starts[chosen - 1]
         prompt = text[:start] + PLACE + text[start + len(subject) :]
         return cls(subject=subject, prompt=prompt, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fact to rewrite, and how to see whether the rewriting worked."""
+
+    fact: Fact
+    """The fact as it shall be: its target is the new object o*."""
+    true: str | None = None
+    """The object o that the world gives it, where it is known."""
+    paraphrases: tuple[str, ...] = ()
+    """Other ways to ask the same: the new object should follow."""
+    neighbours: tuple[str, ...] = ()
+    """The same question of other subjects with the true object: it should stay."""
+    attributes: tuple[str, ...] = ()
+    """The same question of subjects that have the new object already."""
+    generations: tuple[str, ...] = ()
+    """Openings about the subject, to be continued at length."""
 
 
 def occurrences(text: str, subject: str) -> list[int]:

@@ -35,6 +35,8 @@ class Arch:
     """Token embedding; its output is what a corrupted run disturbs."""
     blocks: str
     """The list of transformer blocks."""
+    attn_in: tuple[str, ...]
+    """Within a block, what makes queries, keys and values: one module or three."""
     attn_out: str
     """Within a block, the attention's output weight: it returns the contribution a."""
     mlp_out: str
@@ -50,9 +52,17 @@ class Arch:
     a prompt can share one row. GPT-Neo also masks by a key's index in the row."""
 
 
-def _llama(*, needs_bos: bool = False) -> Arch:
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _within(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names)
+
+
+def _llama(*, attn_in: tuple[str, ...] = QKV, needs_bos: bool = False) -> Arch:
     """The names that LLaMA introduced and most later families kept."""
     return Arch(
+        attn_in=_within("self_attn", *attn_in),
         embed="model.embed_tokens",
         blocks="model.layers",
         attn_out="self_attn.o_proj",
@@ -62,9 +72,10 @@ def _llama(*, needs_bos: bool = False) -> Arch:
     )
 
 
-def _transformer(attn_out: str, mlp_out: str, **fields: bool) -> Arch:
+def _transformer(attn_in: tuple[str, ...], attn_out: str, mlp_out: str, **fields: bool) -> Arch:
     """The names of GPT-2 and what grew from it."""
     return Arch(
+        attn_in=attn_in,
         embed="transformer.wte",
         blocks="transformer.h",
         attn_out=attn_out,
@@ -79,6 +90,7 @@ def _bigscience() -> Arch:
     return Arch(
         embed="transformer.word_embeddings",
         blocks="transformer.h",
+        attn_in=("self_attention.query_key_value",),
         attn_out="self_attention.dense",
         mlp_out="mlp.dense_4h_to_h",
         norm=("transformer.ln_f",),
@@ -91,27 +103,31 @@ ARCHS: dict[str, Arch] = {
     "gemma": _llama(needs_bos=True),
     "gemma2": _llama(needs_bos=True),
     "gemma3_text": _llama(needs_bos=True),
-    "gpt2": _transformer("attn.c_proj", "mlp.c_proj", transposed=True),
-    "gpt_neo": _transformer("attn.attention.out_proj", "mlp.c_proj", packs=False),
+    "gpt2": _transformer(("attn.c_attn",), "attn.c_proj", "mlp.c_proj", transposed=True),
+    "gpt_neo": _transformer(
+        _within("attn.attention", *QKV), "attn.attention.out_proj", "mlp.c_proj", packs=False
+    ),
     "gpt_neox": Arch(
         embed="gpt_neox.embed_in",
         blocks="gpt_neox.layers",
+        attn_in=("attention.query_key_value",),
         attn_out="attention.dense",
         mlp_out="mlp.dense_4h_to_h",
         norm=("gpt_neox.final_layer_norm",),
     ),
-    "gptj": _transformer("attn.out_proj", "mlp.fc_out"),
+    "gptj": _transformer(_within("attn", *QKV), "attn.out_proj", "mlp.fc_out"),
     "llama": _llama(),
     "mistral": _llama(),
     "olmo2": _llama(),
     "opt": Arch(
         embed="model.decoder.embed_tokens",
         blocks="model.decoder.layers",
+        attn_in=_within("self_attn", *QKV),
         attn_out="self_attn.out_proj",
         mlp_out="fc2",
         norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
     ),
-    "phi3": _llama(),
+    "phi3": _llama(attn_in=("qkv_proj",)),
     "qwen2": _llama(),
     "qwen3": _llama(),
 }
@@ -171,6 +187,9 @@ def _check_names(lm: "LM") -> None:
     attn_out, mlp_out = (_named(lm, first, part) for part in ("attn_out", "mlp_out"))
     if attn_out is mlp_out:
         raise _misfit(lm, "mlp_out", "is the attention's output weight")
+    for name in lm.arch.attn_in:
+        if not hasattr(_submodule(first, name), "weight"):
+            raise _misfit(lm, "attn_in", f"has no weight at {name}")
     for part, module in (("attn_out", attn_out), ("mlp_out", mlp_out)):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -189,6 +208,13 @@ def _named(lm: "LM", owner: nn.Module, part: str) -> nn.Module:
         return owner.get_submodule(getattr(lm.arch, part))
     except AttributeError as error:
         raise _misfit(lm, part, f"leads nowhere ({error})") from error
+
+
+def _submodule(owner: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return owner.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _misfit(lm: "LM", part: str, what: str) -> BadModelFile:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,31 @@ class Run:
     values: list[Float[Tensor, "row head token dim"]]
     calls: list[dict[str, Any]]
     """The arguments that each block received, by name."""
+
+    def halved(self) -> "Run":
+        """The same with keys and values in half precision."""
+        keys, values = ([x.half() for x in some] for some in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
+
+    def only(self, rows: Int[Tensor, " some"]) -> "Run":
+        """What a replay of some of the rows needs: their keys and values, and the calls."""
+        everyone = len(self.inputs)
+
+        def cut(name: str, value: Any) -> Any:
+            # Position biases come as (row · head, 1, key); a replay reads the first row's.
+            if name != "alibi" or value is None or value.dim() != 3:
+                return value
+            return value[: len(value) // everyone * len(rows)]
+
+        return replace(
+            self,
+            inputs=self.inputs[rows.to(self.inputs.device)],
+            states=[],
+            contributions={},
+            keys=[x[rows.to(x.device)] for x in self.keys],
+            values=[x[rows.to(x.device)] for x in self.values],
+            calls=[{name: cut(name, x) for name, x in call.items()} for call in self.calls],
+        )
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["on_call", "on_output"]
+__all__ = ["on_call", "on_output", "on_pass"]
 
 
 @contextmanager
@@ -49,6 +49,22 @@ def on_call(
         return hook
 
     with _removed(m.register_forward_pre_hook(hook_for(f), with_kwargs=True) for m, f in pairs):
+        yield
+
+
+@contextmanager
+def on_pass(
+    *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
+) -> Iterator[None]:
+    """Give every module's input and output to its function; a returned tensor is the output."""
+
+    def hook_for(function: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            return function(args[0], output)
+
+        return hook
+
+    with _removed(m.register_forward_hook(hook_for(f)) for m, f in pairs):
         yield
 
 

@@ -74,6 +74,14 @@ class LM:
         weight: Any = self.mlp_out(layer).weight
         return weight.T if self.arch.transposed else weight
 
+    def attn_in(self, layer: int) -> list[nn.Module]:
+        """What makes the queries, keys and values of a layer."""
+        return [self.blocks[layer].get_submodule(name) for name in self.arch.attn_in]
+
+    def name_of(self, module: nn.Module) -> str:
+        """A module's full name in the model."""
+        return next(name for name, other in self.model.named_modules() if other is module)
+
     def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits that a state of the last layer stands for."""
         for path in self.arch.norm:
@@ -95,13 +103,18 @@ class LM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the family and of the name, shape and some entries of every weight."""
+        """A hash of the family and of the name, shape and some entries of every weight.
+
+        Entries are rounded to bfloat16, so that a model has one fingerprint in float32, TF32 and
+        bfloat16. An edit is applied only after this was computed (see `editing.ledger`).
+        """
         digest = hashlib.sha256(self.model.config.model_type.encode())
         for name, weight in self.model.named_parameters():
             flat = weight.detach().flatten()
             step = max(1, flat.numel() // 16)
             digest.update(f"{name} {tuple(weight.shape)}".encode())
-            digest.update(flat[::step][:16].float().cpu().numpy().tobytes())
+            rounded = flat[::step][:16].to(torch.bfloat16)
+            digest.update(rounded.float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
 

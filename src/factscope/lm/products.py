@@ -7,6 +7,9 @@ of two halves, x = h + l, so a product is nearly a sum of three:
     x w ≈ h_x h_w + h_x l_w + l_x h_w         22 bits of mantissa, for float32
     x w ≈ h_x h_w                             11 bits, what TF32 keeps, for tf32
 
+Both can be differentiated by x: the gradient times the same factor turned round. Whoever does so
+scales the loss, so that gradients lie well within half precision's range (6e-8 to 65504).
+
 Tensor cores cut off where they should round, an error that grows with the length of a sum: the main
 term is therefore summed in stretches. An input beyond half precision's range (65504) becomes
 infinite and is seen in the result: whoever uses this looks, and falls back.
@@ -39,7 +42,10 @@ def available(device: torch.device) -> bool:
     total = torch.zeros(16, 16, device=device)
     try:
         _add_times(total, ones, ones)
-        return bool((total == 16 / LIFT).all() and (_times(ones, ones) == 16).all())
+        right = [total == 16 / LIFT, _times(ones, ones) == 16]
+        right.append(_plus_times(total[0], ones, ones) == 32 / LIFT)
+        right.append(_plus_times(None, ones, ones) == 16 / LIFT)
+        return all(bool(one.all()) for one in right)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
 
@@ -60,25 +66,59 @@ def half_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produc
         halves[:, depth:] = 1
         return _times(halves, factor).view(*x.shape[:-1], width)
 
-    return product
+    def back(slope: Tensor) -> Tensor:
+        rows = slope.flatten(0, -2).half()
+        return _times(rows, factor[:depth].T).view(*slope.shape[:-1], depth)
+
+    return _differentiable(product, back)
 
 
 def split_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Product:
     """x ↦ x W + b with 22 bits of mantissa."""
-    high, low = _split(weight * LIFT)
     depth, width = weight.shape
+    low_high = torch.cat(_split(weight * LIFT)[::-1])
+    low, high = low_high[:depth], low_high[depth:]
 
     def product(x: Tensor) -> Tensor:
-        main, rest = _split(x.flatten(0, -2))
-        rows = len(main)
-        total = x.new_zeros(rows, width) if bias is None else bias.expand(rows, -1).clone()
-        _add_times(total, rest, high)
-        _add_times(total, main, low)
+        both = _side_by_side(x.flatten(0, -2))
+        total = _plus_times(bias, both, low_high)  # the two small terms at once
         for i in range(0, depth, STRETCH):
-            _add_times(total, main[:, i : i + STRETCH], high[i : i + STRETCH])
+            end = min(depth, i + STRETCH)
+            _add_times(total, both[:, i:end], high[i:end])
         return total.view(*x.shape[:-1], width)
 
-    return product
+    def back(slope: Tensor) -> Tensor:
+        both = _side_by_side(slope.flatten(0, -2))
+        total = _plus_times(None, both[:, width:], high.T)
+        _add_times(total, both[:, :width], low.T)
+        _add_times(total, both[:, :width], high.T)
+        return total.view(*slope.shape[:-1], depth)
+
+    return _differentiable(product, back)
+
+
+class _Multiplied(torch.autograd.Function):
+    """A product that autograd sees as one step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: Product, back: Product) -> Tensor:  # pyright: ignore
+        ctx.back = back
+        return product(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        return ctx.back(slope), None, None
+
+
+def _differentiable(product: Product, back: Product) -> Product:
+    """The product, with its gradient where one is asked for."""
+
+    def either(x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Multiplied.apply(x, product, back)  # pyright: ignore[reportReturnType]
+        return product(x)
+
+    return either
 
 
 def _split(x: Float[Tensor, "row column"]) -> tuple[Float16[Tensor, "row column"], Tensor]:
@@ -89,12 +129,31 @@ def _split(x: Float[Tensor, "row column"]) -> tuple[Float16[Tensor, "row column"
     return high, low
 
 
+def _side_by_side(x: Float[Tensor, "row column"]) -> Float16[Tensor, "row two_columns"]:
+    """The same two halves, beside each other in one matrix."""
+    rows, columns = x.shape
+    both = torch.empty(rows, 2 * columns, dtype=torch.half, device=x.device)
+    both[:, :columns] = x
+    torch.sub(x, both[:, :columns], out=both[:, columns:])
+    return both
+
+
 MIXED: Any = {"out_dtype": torch.float32}
 
 
 def _times(a: Tensor, b: Tensor) -> Float[Tensor, "row out"]:
     """a b, summed in single precision; on a CPU the same numbers, slowly."""
     return torch.mm(a, b, **MIXED) if a.is_cuda else a.float() @ b.float()
+
+
+def _plus_times(bias: Tensor | None, a: Tensor, b: Tensor) -> Float[Tensor, "row out"]:
+    """bias + a b / LIFT, in a new matrix."""
+    if a.is_cuda:
+        unused = bias is None  # with beta = 0 what is added is not read
+        added = torch.empty(b.shape[1], device=a.device) if unused else bias
+        return torch.addmm(added, a, b, beta=0 if unused else 1, alpha=1 / LIFT, **MIXED)
+    product = (a.float() @ b.float()) / LIFT
+    return product if bias is None else bias + product
 
 
 def _add_times(total: Tensor, a: Tensor, b: Tensor) -> None:

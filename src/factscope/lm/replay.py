@@ -9,6 +9,7 @@ first run, whose keys and values it may look back to, and holds one or several s
 row's tokens, each blind to the others.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,8 @@ class Replay:
     def __init__(self, lm: "LM", run: Run, view: View) -> None:
         self.lm, self.run, self.view = lm, run, view
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
+        rows = torch.arange(len(run.inputs), device=view.row.device)
+        self._every_row = torch.equal(view.row, rows)
 
     @classmethod
     def whole(cls, lm: "LM", run: Run) -> "Replay":
@@ -97,6 +100,13 @@ class Replay:
             arguments["attention_mask"] = self._mask(None, copies, hidden)
         output = self.lm.blocks[layer](hidden, **arguments)
         return output[0] if isinstance(output, tuple) else output
+
+    def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
+        """Make the masks that those layers' blocks will want, so that calls only compute."""
+        copies = len(hidden) // len(self.view.row)
+        for layer in layers:
+            first = self.run.calls[layer].get("attention_mask")
+            self._mask(first, copies, hidden if first is None else first)
 
     def _again(self, name: str, value: Any, layer: int, copies: int) -> Any:
         """An argument of the first call, cut and widened to the strands."""
@@ -118,7 +128,7 @@ class Replay:
     def _past(self, layer: int) -> "_Past":
         view, run = self.view, self.run
         device = run.keys[layer].device
-        rows = view.row.to(device)
+        rows = slice(None) if self._every_row else view.row.to(device)
         return _Past(run.keys[layer][rows, :, : view.past], run.values[layer][rows, :, : view.past])
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
@@ -173,8 +183,11 @@ class _Past:
 def _joined(past: Tensor, new: Tensor) -> Tensor:
     """Each copy's past in front of its new keys."""
     strands, heads, length, _ = past.shape
+    new = new.to(past.dtype)  # the past may be kept in half precision
     if length == 0:
         return new
+    if len(new) == strands:
+        return torch.cat([past, new], dim=2)
     rows, _, slots, dim = new.shape
     both = new.new_empty(rows, heads, length + slots, dim)
     both.view(-1, strands, heads, length + slots, dim)[:, :, :, :length] = past

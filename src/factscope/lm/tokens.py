@@ -14,7 +14,7 @@ from factscope.facts import Fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Prompt", "encode", "encode_fact", "first_token", "spoken"]
+__all__ = ["Prompt", "continuation", "encode", "encode_fact", "first_token", "spoken"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,20 @@ def encode_fact(lm: "LM", fact: Fact) -> tuple[Prompt, tuple[int, int]]:
 
 def first_token(lm: "LM", prompt: Prompt, text: str, target: str) -> int:
     """The token with which the target begins when it continues the text."""
+    return continuation(lm, prompt, text, target)[0]
+
+
+def continuation(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
+    """The target's tokens when it continues the text, with a space between where none is.
+
+    Where the last word of the text and the first of the target would share a token, the target
+    is coded alone.
+    """
     gap = "" if not text or text[-1].isspace() or target[:1].isspace() else " "
     joined = encode(lm, text + gap + target)
     if joined.ids[: len(prompt)] == prompt.ids and len(joined) > len(prompt):
-        return joined.ids[len(prompt)]
-    return encode(lm, gap + target, special=False).ids[0]
+        return joined.ids[len(prompt) :]
+    return encode(lm, gap + target, special=False).ids
 
 
 def spoken(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
