@@ -16,9 +16,8 @@ default model's tokenizer has them.
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +25,6 @@ import numpy as np
 import torch
 
 from factscope.facts import Fact
-from factscope.lm.arch import arch_of
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, encode_fact
 from factscope.records import KINDS
@@ -38,42 +36,11 @@ from factscope.tracing.questions import Question
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import batches, default_scale
 
-SHAPES = {
-    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
-    "gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
-    "gpt-neox-20b": (
-        "gpt_neox",
-        {
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 64,
-        },
-    ),
-}
+from shapes import SHAPES, Clock, shaped
+
 SUBJECT = (0, 4)
 """The subject comes first: no token is spared."""
 PROMPT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
-
-
-class NoTokenizer:
-    """Random weights have no words."""
-
-    def decode(self, ids: list[int]) -> str:
-        return str(ids)
-
-
-def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
-    """A model of the given dimensions, with random weights, made where it will run."""
-    import transformers
-
-    family, dimensions = SHAPES[name]
-    config = transformers.AutoConfig.for_model(family, **dimensions)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    model.requires_grad_(False)
-    return LM(model=model, tokenizer=NoTokenizer(), arch=arch_of(model), name=name)
 
 
 Place = tuple[int, tuple[int, int]]
@@ -109,22 +76,6 @@ def places_of(facts: Path) -> list[Place]:
     lm = load(device="cpu")
     coded = [encode_fact(lm, fact) for fact in read_facts(facts).facts]
     return [(len(prompt), subject) for prompt, subject in coded]
-
-
-@dataclass
-class Clock:
-    """Wall time of a call, everything on the device included."""
-
-    cuda: bool
-
-    def __call__(self, function: Callable[[], object]) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        if self.cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
 
 def cells(plain: Plain, n_layers: int, wanted: int | None) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,60 @@
+"""Models of known shapes with random weights, and a clock: what the benchmarks share."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from factscope.lm.arch import arch_of
+from factscope.lm.model import LM
+
+SHAPES = {
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
+    "gpt-neox-20b": (
+        "gpt_neox",
+        {
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+        },
+    ),
+}
+
+
+class NoTokenizer:
+    """Random weights have no words."""
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+
+def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
+    """A model of the given dimensions, with random weights, made where it will run."""
+    import transformers
+
+    family, dimensions = SHAPES[name]
+    config = transformers.AutoConfig.for_model(family, **dimensions)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.requires_grad_(False)
+    return LM(model=model, tokenizer=NoTokenizer(), arch=arch_of(model), name=name)
+
+
+@dataclass
+class Clock:
+    """Wall time of a call, everything on the device included."""
+
+    cuda: bool
+
+    def __call__(self, function: Callable[[], object]) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
