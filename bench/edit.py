@@ -1,0 +1,136 @@
+"""How fast is a ROME edit? The reference procedure and ours, in one process.
+
+    python bench/edit.py --model smollm2-135m                       # a real fact, on a CPU
+    python bench/edit.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
+    python bench/edit.py --shape gpt2-xl --device cuda --dtype tf32 --facts 64 --no-reference
+
+The reference writes one fact at a time, and every step is a forward pass of the whole model over
+all contexts with all logits (`factscope.editing.plain`), as in the paper's own code. Both use the
+same 21 contexts and 20 steps and never stop early. Ours is the whole call that a user makes: the
+run beforehand, the search, the solve and the guard rails; prefixes and the second moment's factor
+are made once, as in the paper's code, and are not timed on either side. Median of `--repeat` runs
+after one to warm up. A `--shape` has random weights: time does not depend on their values.
+"""
+
+import argparse
+import math
+import re
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from factscope.editing.plain import plain_rome
+from factscope.editing.rome import Rome
+from factscope.facts import Fact
+from factscope.lm.model import LM
+from factscope.stats.moment import SecondMoment
+
+from shapes import SHAPES, Clock, shaped
+
+SUBJECTS = "The E iff el Tower"
+"""Five tokens, as GPT-2 has them."""
+LAYER = {"gpt2-xl": 17, "gpt-j-6b": 5, "gpt-neox-20b": 15}
+
+
+class Words:
+    """A tokenizer for models without words: every run of letters or signs is a token."""
+
+    is_fast = True
+    bos_token_id = eos_token_id = 0
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[Any]]:
+        found = list(re.finditer(r"\s?[\w']+|\s?[^\w\s]+", text))
+        ids = [sum(map(ord, m.group())) * 7919 % self.vocabulary for m in found]
+        return {"input_ids": ids, "offset_mapping": [m.span() for m in found]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def prepared(args: argparse.Namespace, dtype: str) -> tuple[LM, Rome, list[Fact]]:
+    """The model, the method with everything settled beforehand, and the facts."""
+    if args.model:
+        from factscope.lm.load import load
+
+        lm = load(args.model, device=args.device, dtype=dtype)
+        first = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
+    else:
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        kind = {"bfloat16": torch.bfloat16}.get(dtype, torch.float32)
+        lm = shaped(args.shape, args.device, kind)
+        lm = replace(lm, tokenizer=Words(lm.embed.weight.shape[0]))
+        first = Fact(subject=SUBJECTS, prompt="{} is located in the city of")
+    facts = [replace(first, target="Rome")]
+    facts += [replace(facts[0], target=f"Rome{i}") for i in range(1, args.facts)]
+    layer = args.layer if args.layer is not None else LAYER.get(args.shape, 5)
+    plan = Rome(layer=layer, prefixes=prefixes(lm, args.contexts))
+    steps = replace(plan.search, steps=args.steps, stop=-1e9, clamp=math.inf, decay=0.0)
+    return lm, replace(plan, search=steps, second_moment=moment(lm, layer)), facts
+
+
+def prefixes(lm: LM, contexts: int) -> tuple[str, ...]:
+    """Half of 5 words, half of 10, as the paper's: each with a full stop behind."""
+    half = (contexts - 1) // 2
+    return tuple(" ".join(["so"] * (5 if i < half else 10)) + ". " for i in range(contexts - 1))
+
+
+def moment(lm: LM, layer: int) -> SecondMoment:
+    """Some C of the right size: what is in it does not matter here."""
+    width = lm.mlp_weight(layer).shape[1]
+    made = SecondMoment(
+        matrix=torch.eye(width, device=lm.device), layer=layer, tokens=width, corpus="none",
+        model=lm.name, fingerprint=lm.fingerprint,
+    )  # fmt: skip
+    made.solve(torch.ones(1, width, device=lm.device), ridge=1e-3)
+    return made
+
+
+def median(clock: Clock, function: Any, repeat: int) -> float:
+    function()
+    return statistics.median(clock(function) for _ in range(repeat))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--layer", type=int)
+    parser.add_argument("--contexts", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--facts", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-reference", action="store_true")
+    args = parser.parse_args()
+    clock = Clock(cuda=args.device.startswith("cuda"))
+    columns = ("dtype", "facts", "reference, s a fact", "ours, s a fact", "edits a second", "times")
+    print("| " + " | ".join([*columns, "gap of ΔW"]) + " |\n|" + "---|" * 7)
+    for dtype in args.dtype:
+        lm, rome, facts = prepared(args, dtype)
+        ours = median(
+            clock, lambda lm=lm, rome=rome, facts=facts: rome.each(lm, facts), args.repeat
+        )
+        ours /= len(facts)
+        row = f"| {dtype} | {len(facts)} | "
+        if args.no_reference:
+            print(row + f"– | {ours:.3f} | {1 / ours:.1f} | – | – |", flush=True)
+            continue
+        ready = rome.ready(lm, facts)
+        slow = median(clock, lambda r=ready, f=facts[0]: plain_rome(r, f), args.repeat)
+        (found,) = rome(lm, facts[:1]).changes.values()
+        wanted = plain_rome(ready, facts[0]).change.cpu()
+        gap = ((found.matrix() - wanted).norm() / wanted.norm()).item()
+        print(
+            row + f"{slow:.3f} | {ours:.3f} | {1 / ours:.1f} | {slow / ours:.1f} | {gap:.1e} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Writing facts into weights (paper §3)."""

@@ -1,0 +1,55 @@
+"""Editor: facts → an Edit that writes them."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+from factscope.editing.edit import Edit
+from factscope.errors import FactscopeError
+from factscope.facts import Fact
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Done", "Editor", "all_of", "each_or_error"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+Done = Callable[[float], None]
+"""Called with each share of the work that was done; the shares add up to one."""
+
+
+@runtime_checkable
+class Editor(Protocol):
+    """A method with its settings: a frozen dataclass that can be called."""
+
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...) -> Edit:
+        """One edit that writes all the facts together."""
+        ...
+
+    def each(self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...) -> list[Edit]:
+        """An edit for each fact alone, as if the others were not there; solved in batches."""
+        ...
+
+    def attempt(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...
+    ) -> list[Edit | FactscopeError]:
+        """The same, but a fact that cannot be written leaves its error and not the others'."""
+        ...
+
+
+def all_of(results: Sequence[T | FactscopeError]) -> list[T]:
+    """The results, or the first error among them, raised."""
+    for result in results:
+        if isinstance(result, FactscopeError):
+            raise result
+    return [result for result in results if not isinstance(result, FactscopeError)]
+
+
+def each_or_error(
+    items: Sequence[T | FactscopeError], change: Callable[[list[T]], Sequence[U | FactscopeError]]
+) -> list[U | FactscopeError]:
+    """Change all items at once, errors left where they are."""
+    good = [item for item in items if not isinstance(item, FactscopeError)]
+    changed = iter(change(good) if good else [])
+    return [item if isinstance(item, FactscopeError) else next(changed) for item in items]

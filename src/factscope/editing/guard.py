@@ -1,0 +1,97 @@
+"""Measuring the guard rails of edits: how large, and what they do to a plain text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from factscope.editing.edit import Edit
+from factscope.editing.health import Health
+from factscope.editing.rows import edited
+from factscope.errors import PromptTooLong
+from factscope.lm.tokens import encode
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["PLAIN_TEXT", "update_norm", "with_health"]
+
+PLAIN_TEXT = """\
+The river rises in the hills north of the old town and flows south for about ninety miles before \
+it reaches the sea. In spring, when the snow melts, the water is high and brown, and the farmers \
+who live along its banks move their animals to the upper fields. A stone bridge, built more than \
+two hundred years ago, carries the road to the market. On Saturdays people come from the villages \
+around to sell bread, apples, cheese and wool, and to hear the news of the week. Children play \
+between the stalls while their parents talk about the weather, the price of grain and the new \
+school that the council wants to build next year."""
+"""Says nothing about anyone: an edit of a fact should leave it as likely as it was."""
+
+AT_ONCE = 64
+"""How many edits' texts are run at once."""
+
+
+def with_health(
+    lm: "LM", edits: Sequence[Edit], factors: Sequence[float | None] | None = None
+) -> list[Edit]:
+    """The edits with their guard rails measured; `factors` are their division factors."""
+    if not edits:
+        return []
+    factors = [None] * len(edits) if factors is None else factors
+    asked = [None, *edits]
+    before, *after = [
+        perplexity
+        for i in range(0, len(asked), AT_ONCE)
+        for perplexity in _perplexities(lm, asked[i : i + AT_ONCE])
+    ]
+    return [
+        replace(
+            edit,
+            health=Health(
+                division_factor=factor,
+                update_norm=update_norm(lm, edit),
+                perplexity_before=before,
+                perplexity_after=perplexity,
+            ),
+        )
+        for edit, factor, perplexity in zip(edits, factors, after, strict=True)
+    ]
+
+
+def update_norm(lm: "LM", edit: Edit) -> float:
+    """The largest ‖ΔW‖ / ‖W‖ over the edit's weights."""
+    return max(
+        change.norm() / (lm.model.get_parameter(name).float().norm().item() or math.inf)
+        for name, change in edit.changes.items()
+    )
+
+
+@torch.no_grad()
+def _perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
+    """The perplexity of the plain text under each edit."""
+    ids = torch.tensor([_plain_ids(lm)], device=lm.device)
+    with edited(lm, edits, range(len(edits))):
+        states = lm.model.base_model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
+    return [_perplexity(lm, row[:-1], ids[0, 1:]) for row in states]
+
+
+def _perplexity(
+    lm: "LM", states: Float[Tensor, "token width"], wanted: Int[Tensor, " token"]
+) -> float:
+    """exp of the mean loss of the tokens that follow the states."""
+    loss = nn.functional.cross_entropy(lm.head(states).float(), wanted.to(states.device))
+    found = loss.double().exp().item()
+    return found if math.isfinite(found) else math.inf
+
+
+def _plain_ids(lm: "LM") -> tuple[int, ...]:
+    """The plain text's tokens, or of as much of it as the model can read."""
+    text = PLAIN_TEXT
+    while True:
+        try:
+            return encode(lm, text).ids
+        except PromptTooLong:
+            text = text[: len(text) // 2]

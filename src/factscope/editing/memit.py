@@ -1,0 +1,256 @@
+"""MEMIT: many facts at once, spread over several layers (Meng et al., 2023).
+
+For each fact a state z is searched at the last of the layers that makes the model name the new
+object. Then, layer by layer, the MLP's output weight takes its share of what is still missing:
+
+    ΔW = R Kᵀ (λ C + K Kᵀ)⁻¹
+
+with the facts' keys K there, C the second moment of ordinary keys, and R the missing part of z
+divided by the number of layers still to come.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from factscope.editing.batches import in_batches
+from factscope.editing.defaults import memit_defaults
+from factscope.editing.edit import Change, Dense, Edit, LowRank
+from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.guard import with_health
+from factscope.editing.layers import check_layer
+from factscope.editing.moments import Moment, settle_moment, told
+from factscope.editing.prefixes import Lengths, write_prefixes
+from factscope.editing.problem import ValueSearch, pose
+from factscope.editing.requests import Request, Token, padded, requests_of
+from factscope.editing.rows import edited
+from factscope.editing.values import Sought, search
+from factscope.errors import BadFact, BadSetting, FactscopeError
+from factscope.facts import Fact
+from factscope.lm.hooks import on_call, on_output
+from factscope.stats.moment import SecondMoment
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["PAPER", "Memit", "Ready", "spread"]
+
+Pair = tuple[Request, Sought]
+"""A fact's rows and the state that was found for it."""
+
+FACTS = 32
+"""How many facts' rows are looked at in one pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memit:
+    """The method with its settings."""
+
+    layers: tuple[int, ...] | None = None
+    """The layers that share the change, lowest first; None for the model's default."""
+    weight: float | None = None
+    """λ: how many keys of ordinary text C stands for; None for the model's default."""
+    token: Token = "subject-last"
+    """The token at which the facts are written."""
+    prefixes: tuple[str, ...] | None = None
+    """Texts to put before the prompt; None lets the model write them."""
+    prefix_lengths: Lengths = ((10, 5),)
+    """(tokens, how many) of the prefixes that the model writes; () for none."""
+    prefix_bos_counts: bool = False
+    """Whether BOS is one of those tokens, as in MEMIT's own code."""
+    seed: int = 0
+    """For the prefixes."""
+    key: Literal["mean", "half bare"] = "mean"
+    """A fact's key: the mean over all contexts; or, as in MEMIT's own code, half of it the bare
+    prompt's and half the mean after the prefixes."""
+    second_moment: Moment = "find"
+    """C of every layer."""
+    ridge: float = 1e-3
+    """What is added to C's diagonal, in units of its mean."""
+    search: ValueSearch = field(default_factory=ValueSearch)
+    at_once: int | None = None
+    """How many facts are searched in one batch; None for what memory allows."""
+    method: str = "memit"
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not self.weight > 0:
+            raise BadSetting(f"weight is {self.weight}; it must be above 0")
+
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
+        """One edit that writes all the facts."""
+        if not facts:
+            raise BadFact("there is no fact to write; give at least one")
+        ready = self.ready(lm)
+        pairs = all_of(ready.sought(facts, done))
+        return with_health(lm, ready.insert(pairs, [list(range(len(pairs)))]))[0]
+
+    def each(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit]:
+        """An edit for each fact alone."""
+        return all_of(self.attempt(lm, facts, done=done))
+
+    def attempt(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit | FactscopeError]:
+        """An edit for each fact alone, or why there is none."""
+        ready = self.ready(lm)
+
+        def insert(pairs: list[Pair]) -> list[Edit]:
+            return with_health(lm, ready.insert(pairs, [[i] for i in range(len(pairs))]))
+
+        return each_or_error(ready.sought(facts, done), insert)
+
+    def ready(self, lm: "LM") -> "Ready":
+        """The method on a model, with every default settled."""
+        known = memit_defaults(lm)
+        wanted = known.layers if self.layers is None else self.layers
+        layers = tuple(check_layer(lm, i) for i in wanted)
+        if not layers or list(layers) != sorted(set(layers)):
+            raise BadSetting(f"the layers {layers} must go upwards, each once, at least one")
+        prefixes = self.prefixes
+        if prefixes is None:
+            prefixes = write_prefixes(
+                lm, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
+            )
+        return Ready(
+            memit=self,
+            lm=lm,
+            layers=layers,
+            weight=self.weight or known.weight,
+            prefixes=prefixes,
+            search=self.search.settled(steps=known.steps, clamp=known.clamp),
+            moments=[settle_moment(lm, layer, self.second_moment) for layer in layers],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; those that depend on the model are not settled."""
+        return {**vars(self), "second_moment": told(self.second_moment),
+                "search": asdict(self.search)}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ready:
+    """The method on a model."""
+
+    memit: Memit
+    lm: "LM"
+    layers: tuple[int, ...]
+    weight: float
+    prefixes: tuple[str, ...]
+    search: ValueSearch
+    moments: list[SecondMoment | None]
+
+    def sought(self, facts: Sequence[Fact], done: Done) -> list[Pair | FactscopeError]:
+        """z of each fact, a state of the last layer, beside its rows."""
+        memit, last = self.memit, self.layers[-1]
+
+        def solve(requests: Sequence[Request], done: Done) -> list[Pair | FactscopeError]:
+            posed = pose(self.lm, requests, last, "state", memit.token, self.search)
+            found = search(posed, [request.fact for request in requests], done)
+            both = zip(requests, found, strict=True)
+            return [z if isinstance(z, FactscopeError) else (request, z) for request, z in both]
+
+        def solve_all(requests: list[Request]) -> list[Pair | FactscopeError]:
+            return in_batches(self.lm, requests, last, solve, at_once=memit.at_once, done=done)
+
+        return each_or_error(requests_of(self.lm, facts, self.prefixes, memit.token), solve_all)
+
+    def insert(self, pairs: Sequence[Pair], groups: list[list[int]]) -> list[Edit]:
+        """An edit for each group of facts: layer by layer, on top of the change below."""
+        requests, sought = [r for r, _ in pairs], [s for _, s in pairs]
+        z = torch.stack([s.values[0] + s.delta for s in sought])
+        edits = [self._empty([sought[i] for i in group]) for group in groups]
+        owner = {i: number for number, group in enumerate(groups) for i in group}
+        for left, layer, moment in zip(
+            range(len(self.layers), 0, -1), self.layers, self.moments, strict=True
+        ):
+            keys, states = self._observe(requests, layer, edits, owner)
+            share = (z - states) / left
+            name = self.lm.name_of(self.lm.mlp_out(layer)) + ".weight"
+            for number, group in enumerate(groups):
+                K, R = keys[group], share[group]
+                directions = K if moment is None else moment.solve(K, ridge=self.memit.ridge)
+                change = spread(K, R, directions, self.weight)
+                changes = {**edits[number].changes, name: change.to("cpu")}
+                edits[number] = replace(edits[number], changes=changes)
+        return edits
+
+    @torch.no_grad()
+    def _observe(
+        self, requests: Sequence[Request], layer: int, edits: Sequence[Edit], owner: dict[int, int]
+    ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"]]:
+        """Each fact's key at a layer, and its bare prompt's state at the last, as edited."""
+        lm, last = self.lm, self.layers[-1]
+        keys: list[Tensor] = []
+        states: list[Tensor] = []
+        for begin in range(0, len(requests), FACTS):
+            some = requests[begin : begin + FACTS]
+            rows = [row for asked in some for row in asked.rows]
+            whose = [owner[begin + i] for i, asked in enumerate(some) for _ in asked.rows]
+            ids = padded(rows, lm.device)
+            seen: list[Tensor] = []
+            with (
+                edited(lm, edits, whose),
+                on_call((lm.mlp_out(layer), lambda args, _, seen=seen: seen.append(args[0]))),
+                on_output((lm.blocks[last], lambda out, seen=seen: seen.append(out.clone()))),
+            ):
+                lm.model.base_model(ids, use_cache=False)
+            place = torch.tensor([row.place for row in rows])
+            number = torch.arange(len(rows))
+            at_place, ends = (x.reshape(*ids.shape, -1)[number, place].float() for x in seen)
+            size = len(some[0].rows)
+            keys.append(self._key(at_place.unflatten(0, (-1, size))))
+            states.append(ends.unflatten(0, (-1, size))[:, 0])
+        return torch.cat(keys), torch.cat(states)
+
+    def _key(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact key"]:
+        """Each fact's key, from those of its rows, the bare prompt's first."""
+        if self.memit.key == "mean" or keys.shape[1] == 1:
+            return keys.mean(1)
+        return (keys[:, 0] + keys[:, 1:].mean(1)) / 2
+
+    def _empty(self, sought: Sequence[Sought]) -> Edit:
+        return Edit(
+            changes={},
+            model=self.lm.name,
+            fingerprint=self.lm.fingerprint,
+            method=self.memit.method,
+            facts=tuple(s.fact for s in sought),
+            settings={**self.to_dict(), "losses": [list(s.losses) for s in sought]},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, all settled."""
+        settled = {"layers": self.layers, "weight": self.weight, "prefixes": self.prefixes,
+                   "search": asdict(self.search)}  # fmt: skip
+        moments = [told(moment) for moment in self.moments]
+        return {**self.memit.to_dict(), **settled, "second_moment": moments}
+
+
+def spread(
+    keys: Float[Tensor, "fact key"],
+    missing: Float[Tensor, "fact value"],
+    directions: Float[Tensor, "fact key"],
+    weight: float,
+) -> Change:
+    """R Kᵀ (λ C + K Kᵀ)⁻¹, by way of C⁻¹K so that the system is only as large as the facts."""
+    K, U, R = keys.double(), directions.double(), missing.double()
+    inner = weight * torch.eye(len(K), dtype=K.dtype, device=K.device) + K @ U.T
+    A = torch.linalg.solve(inner, U)
+    low = LowRank(R.T.float().contiguous(), A.float())
+    smaller = low.rank * sum(low.shape) < low.shape[0] * low.shape[1]
+    return low if smaller else Dense(low.matrix())
+
+
+PAPER = Memit(
+    prefix_bos_counts=True,
+    key="half bare",
+    ridge=0.0,
+    search=ValueSearch(essence_at="place", decay=0.5, decay_form="paper"),
+)
+"""What MEMIT's own code computes."""

@@ -1,0 +1,325 @@
+"""The value search as a problem: what each fact's δ costs.
+
+A vector δ is added where a fact's value is made, in every context of the fact at once. Only what
+depends on δ is computed: the layers above it, over the tokens from its own to the last, with the
+keys and values left of them taken from one run beforehand. Many facts stand side by side, each
+with its own δ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from factscope.editing.requests import Request, Row, Token, essence_row, padded
+from factscope.errors import BadSetting
+from factscope.lm.forward import Run, forward
+from factscope.lm.hooks import on_output, on_pass
+from factscope.lm.quick import quick_blocks
+from factscope.lm.replay import Replay, View
+from factscope.lm.short_attention import multiplies_halves, short_attention
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Posed", "Problem", "Site", "ValueSearch", "pose"]
+
+MANY = 8
+"""From so many facts on a run is worth the set-up of quicker products."""
+
+Site = Literal["mlp", "state"]
+"""Where δ is added: to the MLP's contribution m of a layer (ROME) or to its state h (MEMIT)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSearch:
+    """How a value is searched."""
+
+    steps: int | None = None
+    """How often the loss is looked at; δ is changed after each but the last. None for the model's
+    own number, mostly 20."""
+    rate: float = 0.5
+    """Adam's learning rate."""
+    stop: float = 0.05
+    """The loss at which a fact is done."""
+    clamp: float | None = None
+    """The most that ‖δ‖ may be, in units of ‖v₀‖; infinity for no bound. None for the model's own
+    number, mostly 4."""
+    essence: float = 0.0625
+    """The weight of the essence term KL(edited ‖ unedited)."""
+    essence_at: Literal["end", "place"] = "end"
+    """Where that term reads: after "{subject} is a", or, as in the paper's code, at the token that
+    the fact is written at."""
+    decay: float = 0.01
+    """The weight of the term that keeps δ small."""
+    decay_form: Literal["relative", "paper"] = "relative"
+    """‖δ‖ / ‖v₀‖, which does not depend on the model's scale; or, as in the paper's code,
+    ‖δ‖ / ‖v₀‖², which does."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise BadSetting(f"steps is {self.steps}; a search needs at least one")
+        if not self.rate > 0:
+            raise BadSetting(f"rate is {self.rate}; it must be above 0")
+        if self.clamp is not None and not self.clamp > 0:
+            raise BadSetting(f"clamp is {self.clamp}; it must be above 0, or infinite for no bound")
+
+    @property
+    def looks(self) -> int:
+        """How often the loss is looked at, settled."""
+        return 20 if self.steps is None else self.steps
+
+    @property
+    def longest(self) -> float:
+        """The bound of ‖δ‖ / ‖v₀‖, settled."""
+        return 4.0 if self.clamp is None else self.clamp
+
+    def settled(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
+        """The same with a model's own numbers where none were given."""
+        return replace(
+            self,
+            steps=steps if self.steps is None else self.steps,
+            clamp=clamp if self.clamp is None else self.clamp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """Facts posed side by side: the loss of each as a function of its δ."""
+
+    lm: "LM"
+    search: ValueSearch
+    layer: int
+    site: Site
+    run: Run
+    view: View
+    """A strand for each row: its tokens from the fact's own to the last."""
+    hidden: Float[Tensor, "strand slot width"]
+    """The states that enter the first block that δ changes."""
+    fact: Int[Tensor, " strand"]
+    spot: Int[Tensor, " strand"]
+    """The slot that δ is added to."""
+    read_strand: Int[Tensor, " read"]
+    read_slot: Int[Tensor, " read"]
+    read_fact: Int[Tensor, " read"]
+    read_weight: Float[Tensor, " read"]
+    label: Int[Tensor, " read"]
+    """The token of the new object that should follow each read."""
+    essence_strand: Int[Tensor, " fact"]
+    essence_slot: Int[Tensor, " fact"]
+    essence_before: Float[Tensor, "fact vocabulary"]
+    """Log-probabilities of the unedited model."""
+    size: Float[Tensor, " fact"]
+    """‖v₀‖"""
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The blocks above, on these strands."""
+        return Replay(self.lm, self.run, self.view)
+
+    def prepare(self) -> None:
+        """Make everything that does not depend on δ: a recording would make it again each time."""
+        _ = self.at_spot
+        self.replay.prepare(range(self.layer, self.lm.n_layers), self.hidden)
+
+    @cached_property
+    def at_spot(self) -> Float[Tensor, "strand slot 1"]:
+        """1 in the slots that δ is added to."""
+        slots = torch.arange(self.hidden.shape[1], device=self.spot.device)
+        return (slots == self.spot[:, None])[:, :, None].to(self.hidden)
+
+    def losses(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, " fact"]:
+        """What every fact's δ still costs."""
+        states = self._states(delta)
+        device = states.device
+        strand = torch.cat([self.read_strand, self.essence_strand]).to(device)
+        slot = torch.cat([self.read_slot, self.essence_slot]).to(device)
+        logs = self.lm.decode(states[strand, slot]).float().log_softmax(-1).to(delta.device)
+        reads = len(self.label)
+        said = logs[:reads].gather(1, self.label[:, None])[:, 0]
+        target = torch.zeros_like(self.size).index_add(0, self.read_fact, -said * self.read_weight)
+        now = logs[reads:]
+        essence = (now.exp() * (now - self.essence_before)).sum(-1)
+        # The root's slope at 0 is infinite; a tiny number under it makes it 0 there.
+        norm = (delta.square().sum(-1) + 1e-30).sqrt()
+        power = 2 if self.search.decay_form == "paper" else 1
+        decay = norm / self.size**power
+        return target + self.search.essence * essence + self.search.decay * decay
+
+    def _states(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "strand slot width"]:
+        """The last layer's states with every fact's δ in place."""
+        shift = self._shift(delta)
+        hidden = self.hidden + shift if self.site == "state" else self.first_block(shift)
+        for layer in range(self.layer + 1, self.lm.n_layers):
+            hidden = self.replay(layer, hidden)
+        return hidden
+
+    def _shift(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "strand slot width"]:
+        return self.at_spot * delta[self.fact][:, None].to(self.hidden.dtype)
+
+    def first_block(
+        self, shift: Float[Tensor, "strand slot width"]
+    ) -> Float[Tensor, "strand slot width"]:
+        """The block that δ enters, with δ added to its MLP's output."""
+
+        def add(output: Tensor) -> Tensor:
+            return output + shift.reshape(output.shape).to(output.device)
+
+        with on_output((self.lm.mlp_out(self.layer), add)):
+            return self.replay(self.layer, self.hidden)
+
+    def shortened(self) -> "Problem":
+        """The same without the first block, where δ can as well be added to what comes out of it.
+
+        That is so wherever a block adds its MLP's output as it is; some families normalise it.
+        """
+        if self.site == "state":
+            return self
+        after = self.run.states[self.layer].to(self.hidden.device)
+        after = after[self.view.row[:, None], self.view.position]
+        probe = torch.ones_like(self.hidden[: len(self.size), 0].float())
+        shift = self._shift(probe * (self.size / probe.shape[-1] ** 0.5)[:, None])
+        gap = (self.first_block(shift) - (after + shift)).abs().max()
+        tolerance = 1e-4 if self.hidden.dtype == torch.float32 else 2e-2
+        if gap > tolerance * shift.abs().max():
+            return self
+        return replace(self, site="state", hidden=after)
+
+    def only(self, facts: Int[Tensor, " some"]) -> "Problem":
+        """The same for some of the facts, in the given order."""
+        number = torch.full_like(self.size, -1, dtype=torch.long)
+        number[facts] = torch.arange(len(facts), device=facts.device)
+        strands = (number[self.fact] >= 0).nonzero()[:, 0]
+        strand_number = torch.full_like(self.fact, -1)
+        strand_number[strands] = torch.arange(len(strands), device=facts.device)
+        reads = (number[self.read_fact] >= 0).nonzero()[:, 0]
+        view = View(
+            row=torch.arange(len(strands), device=facts.device),
+            position=self.view.position[strands],
+            start=self.view.start[strands],
+            past=self.view.past,
+        )
+        return Problem(
+            lm=self.lm, search=self.search, layer=self.layer, site=self.site,
+            run=self.run.only(strands), view=view, hidden=self.hidden[strands],
+            fact=number[self.fact[strands]], spot=self.spot[strands],
+            read_strand=strand_number[self.read_strand[reads]],
+            read_slot=self.read_slot[reads], read_fact=number[self.read_fact[reads]],
+            read_weight=self.read_weight[reads], label=self.label[reads],
+            essence_strand=strand_number[self.essence_strand[facts]],
+            essence_slot=self.essence_slot[facts], essence_before=self.essence_before[facts],
+            size=self.size[facts],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Posed:
+    """A problem, and what the run before it saw at the facts' tokens."""
+
+    problem: Problem
+    keys: list[Float[Tensor, "row key"]]
+    values: list[Float[Tensor, "row value"]]
+
+
+@torch.no_grad()
+def pose(
+    lm: "LM", requests: Sequence[Request], layer: int, site: Site, token: Token, search: ValueSearch
+) -> Posed:
+    """One run over every row of the facts, and the problem that it leaves."""
+    at_place = search.essence_at == "place"
+    essences = [essence_row(lm, r.fact, token, at_place=at_place) for r in requests]
+    rows: list[Row] = []
+    owner: list[int] = []
+    for i, (asked, essence) in enumerate(zip(requests, essences, strict=True)):
+        rows += [*asked.rows, essence]
+        owner += [i] * (len(asked.rows) + 1)
+    ids = padded(rows, lm.device)
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(x: Tensor, output: Tensor) -> None:
+        kept.append((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
+
+    many = lm.device.type == "cuda" and len(requests) >= MANY
+    with on_pass((lm.mlp_out(layer), keep)), quick_blocks(lm.blocks if many else ()):
+        run = forward(lm, ids)
+    place = torch.tensor([row.place for row in rows])
+    number = torch.arange(len(rows))
+    keys, values = (x[number, place].float() for x in kept[0])
+    if site == "state":
+        values = run.states[layer][number, place].float()
+    by_fact = [[i for i in range(len(rows)) if owner[i] == f] for f in range(len(requests))]
+    taught = [mine[:-1] for mine in by_fact]
+    problem = _problem(lm, requests, rows, owner, run, layer, site, search, values)
+    return Posed(
+        problem=_lightened(problem),
+        keys=[keys[mine] for mine in taught],
+        values=[values[mine] for mine in taught],
+    )
+
+
+def _lightened(problem: Problem) -> Problem:
+    """The problem without what its losses do not need."""
+    with short_attention(problem.hidden.device) as use:
+        problem = problem.shortened()
+    run = replace(problem.run, states=[])
+    if use.seen and multiplies_halves(problem.hidden.dtype):
+        run = run.halved()  # so that attention need not round them at every step
+    return replace(problem, run=run)
+
+
+def _problem(
+    lm: "LM", requests: Sequence[Request], rows: Sequence[Row], owner: Sequence[int], run: Run,
+    layer: int, site: Site, search: ValueSearch, values: Tensor,
+) -> Problem:  # fmt: skip
+    """The strands, the reads and the unedited essence."""
+    device = run.inputs.device
+    starts = [row.place if lm.arch.packs else 0 for row in rows]
+    view = _view(rows, starts, device)
+
+    def tensor(numbers: Sequence[int] | Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    essence = [i for i in range(len(rows)) if i + 1 == len(rows) or owner[i + 1] != owner[i]]
+    first = [i for i in range(len(rows)) if i == 0 or owner[i - 1] != owner[i]]
+    reads = [
+        (i, read - starts[i], owner[i], 1 / (len(request.target) * len(request.rows)), label)
+        for f, request in enumerate(requests)
+        for i in range(first[f], essence[f])
+        for read, label in zip(rows[i].reads, request.target, strict=True)
+    ]
+    strand, slot, fact, weight, label = zip(*reads, strict=True)
+    entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
+    last = run.states[-1]
+    before = last[essence, [rows[i].reads[0] for i in essence]]
+    return Problem(
+        lm=lm, search=search, layer=layer, site=site, run=run, view=view,
+        hidden=entering.to(device)[view.row[:, None], view.position],
+        fact=tensor(owner), spot=tensor([r.place - s for r, s in zip(rows, starts, strict=True)]),
+        read_strand=tensor(strand), read_slot=tensor(slot), read_fact=tensor(fact),
+        read_weight=tensor(weight), label=tensor(label),
+        essence_strand=tensor(essence),
+        essence_slot=tensor([rows[i].reads[0] - starts[i] for i in essence]),
+        essence_before=lm.decode(before).float().log_softmax(-1).to(device),
+        size=values[first].norm(dim=-1).to(device),
+    )  # fmt: skip
+
+
+def _view(rows: Sequence[Row], starts: Sequence[int], device: torch.device) -> View:
+    """Each row's tokens from its start on, as one stretch."""
+    width = max(len(row.ids) - start for row, start in zip(rows, starts, strict=True))
+    position = torch.zeros(len(rows), width, dtype=torch.long)
+    start = torch.full((len(rows), width), -1)
+    for i, (row, begin) in enumerate(zip(rows, starts, strict=True)):
+        length = len(row.ids) - begin
+        position[i, :length] = torch.arange(begin, len(row.ids))
+        start[i, :length] = begin
+    return View(
+        row=torch.arange(len(rows), device=device),
+        position=position.to(device),
+        start=start.to(device),
+        past=max(starts),
+    )

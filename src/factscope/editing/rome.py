@@ -1,0 +1,236 @@
+"""ROME: one fact into one matrix by a rank-one change (paper §3.1).
+
+The MLP's output weight W is an associative memory: a key k that selects the subject, a value v
+that carries what is known of it. To write a fact,
+
+    1. k*: the mean key at the subject's last token over several contexts
+    2. v*: a value that makes the model name the new object (editing.values)
+    3. Ŵ = W + Λ (C⁻¹k*)ᵀ with Λ = (v* - W k*) / ((C⁻¹k*)ᵀ k*): of all changes that give Ŵ k* = v*,
+       the one that disturbs other keys least, C being their second moment
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from factscope.editing.batches import in_batches
+from factscope.editing.defaults import rome_defaults
+from factscope.editing.edit import Change, Edit
+from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.guard import with_health
+from factscope.editing.insertion import division_factors, insert, insert_each
+from factscope.editing.layers import Layer, layer_for
+from factscope.editing.moments import Moment, settle_moment, told
+from factscope.editing.prefixes import Lengths, write_prefixes
+from factscope.editing.problem import ValueSearch, pose
+from factscope.editing.requests import Request, Token, requests_of
+from factscope.editing.rows import edited
+from factscope.editing.values import Sought, search
+from factscope.errors import BadFact, FactscopeError
+from factscope.facts import Fact
+from factscope.stats.moment import SecondMoment
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["PAPER", "R_ROME", "Ready", "Rome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rome:
+    """The method with its settings."""
+
+    layer: Layer = None
+    """The layer whose MLP output weight receives the fact: a number, "auto" for the one that a
+    causal trace of the fact points to, None for the model's default."""
+    token: Token = "subject-last"
+    """The token at which the fact is written."""
+    prefixes: tuple[str, ...] | None = None
+    """Texts to put before the prompt; None lets the model write them."""
+    prefix_lengths: Lengths = ((5, 10), (10, 10))
+    """(tokens, how many) of the prefixes that the model writes; () for none."""
+    prefix_bos_counts: bool = False
+    """Whether BOS is one of those tokens, as in the paper's code."""
+    seed: int = 0
+    """For the prefixes."""
+    key: Literal["mean", "bare"] = "mean"
+    """Which key the update is divided by, and whose value it replaces: the mean over contexts, as
+    in u, or the bare prompt's, as in the paper's code, where the mismatch now and then makes an
+    update that disables the model."""
+    value: Literal["mean", "bare"] = "mean"
+    """The value that δ is added to: the mean over contexts, or the bare prompt's."""
+    second_moment: Moment = "find"
+    """C: given, found for the model and layer, or left out, which is not the paper's method."""
+    ridge: float = 1e-3
+    """What is added to C's diagonal, in units of its mean."""
+    search: ValueSearch = field(default_factory=ValueSearch)
+    many: Literal["jointly", "in turn"] = "jointly"
+    """Several facts in one edit: one change with Ŵ k = v for all of them, or one change after the
+    other, each seeing those before it, as in the paper's code."""
+    at_once: int | None = None
+    """How many facts are searched in one batch; None for what memory allows."""
+    method: str = "rome"
+
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
+        """One edit that writes all the facts."""
+        if not facts:
+            raise BadFact("there is no fact to write; give at least one")
+        ready = self.ready(lm, facts)
+        if len(facts) > 1 and self.many == "in turn":
+            return ready.in_turn(facts, done)
+        edit, factor = ready.edit(all_of(ready.sought(facts, done)))
+        return with_health(lm, [edit], [factor])[0]
+
+    def each(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit]:
+        """An edit for each fact alone."""
+        return all_of(self.attempt(lm, facts, done=done))
+
+    def attempt(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit | FactscopeError]:
+        """An edit for each fact alone, or why there is none."""
+        if self.layer == "auto":
+            return [
+                result
+                for fact in facts
+                for result in replace(self, layer=layer_for(lm, "auto", [fact])).attempt(
+                    lm, [fact], done=lambda share: done(share / len(facts))
+                )
+            ]
+        ready = self.ready(lm, facts)
+        return each_or_error(ready.sought(facts, done), ready.edits)
+
+    def ready(self, lm: "LM", facts: Sequence[Fact]) -> "Ready":
+        """The method on a model, with every default settled."""
+        layer = layer_for(lm, self.layer, facts)
+        known = rome_defaults(lm)
+        prefixes = self.prefixes
+        if prefixes is None:
+            prefixes = write_prefixes(
+                lm, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
+            )
+        return Ready(
+            rome=self,
+            lm=lm,
+            layer=layer,
+            prefixes=prefixes,
+            search=self.search.settled(clamp=known.clamp),
+            second_moment=settle_moment(lm, layer, self.second_moment),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; those that depend on the model are not settled."""
+        return {**vars(self), "second_moment": told(self.second_moment),
+                "search": asdict(self.search)}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ready:
+    """The method on a model."""
+
+    rome: Rome
+    lm: "LM"
+    layer: int
+    prefixes: tuple[str, ...]
+    search: ValueSearch
+    second_moment: SecondMoment | None
+
+    def in_turn(self, facts: Sequence[Fact], done: Done) -> Edit:
+        """One change after the other, each computed on the model that has those before it."""
+        total: Edit | None = None
+        factors: list[float] = []
+        for fact in facts:
+            with edited(self.lm, [total]):
+                sought = self.sought([fact], lambda share: done(share / len(facts)))
+            one, factor = self.edit(all_of(sought))
+            total = one if total is None else total + one
+            factors.append(factor)
+        assert total is not None
+        return with_health(self.lm, [total], [min(factors)])[0]
+
+    def sought(self, facts: Sequence[Fact], done: Done) -> list[Sought | FactscopeError]:
+        """The value of each fact, searched in batches."""
+        rome, lm = self.rome, self.lm
+
+        def solve(requests: Sequence[Request], done: Done) -> list[Sought | FactscopeError]:
+            posed = pose(lm, requests, self.layer, "mlp", rome.token, self.search)
+            return search(posed, [request.fact for request in requests], done)
+
+        def solve_all(requests: list[Request]) -> list[Sought | FactscopeError]:
+            return in_batches(lm, requests, self.layer, solve, at_once=rome.at_once, done=done)
+
+        return each_or_error(requests_of(lm, facts, self.prefixes, rome.token), solve_all)
+
+    def edit(self, sought: Sequence[Sought]) -> tuple[Edit, float]:
+        """One edit for all the facts, and its smallest division factor."""
+        keys, moved, directions = self._system(sought)
+        change = insert(keys, moved, directions)
+        return self._edit(sought, change), min(division_factors(keys, directions))
+
+    def edits(self, sought: Sequence[Sought]) -> list[Edit]:
+        """An edit for each fact alone, its guard rails measured."""
+        keys, moved, directions = self._system(sought)
+        changes = insert_each(keys, moved, directions)
+        edits = [self._edit([one], change) for one, change in zip(sought, changes, strict=True)]
+        return with_health(self.lm, edits, division_factors(keys, directions))
+
+    def _system(self, sought: Sequence[Sought]) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys whose values move, by how much, and in which directions."""
+        rome = self.rome
+        k_star = torch.stack([s.keys.mean(0) for s in sought])
+        keys = torch.stack([_chosen(s.keys, rome.key) for s in sought])
+        now = torch.stack([_chosen(s.values, rome.key) for s in sought])
+        v_star = torch.stack([_chosen(s.values, rome.value) + s.delta for s in sought])
+        return keys, v_star - now, self.directions(k_star)
+
+    def _edit(self, sought: Sequence[Sought], change: Change) -> Edit:
+        return Edit(
+            changes={self.name: change},
+            model=self.lm.name,
+            fingerprint=self.lm.fingerprint,
+            method=self.rome.method,
+            facts=tuple(s.fact for s in sought),
+            settings={**self.to_dict(), "losses": [list(s.losses) for s in sought]},
+        )
+
+    @cached_property
+    def name(self) -> str:
+        """The full name of the weight that is changed."""
+        return self.lm.name_of(self.lm.mlp_out(self.layer)) + ".weight"
+
+    def directions(self, keys: Float[Tensor, "fact key"]) -> Float[Tensor, "fact key"]:
+        """C⁻¹k for each key."""
+        if self.second_moment is None:
+            return keys
+        return self.second_moment.solve(keys, ridge=self.rome.ridge)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, all settled."""
+        settled = {"layer": self.layer, "prefixes": self.prefixes, "search": asdict(self.search)}
+        return {**self.rome.to_dict(), **settled, "second_moment": told(self.second_moment)}
+
+
+def _chosen(rows: Float[Tensor, "row width"], which: str) -> Float[Tensor, " width"]:
+    """The bare prompt's row, or the mean of all."""
+    return rows[0] if which == "bare" else rows.mean(0)
+
+
+PAPER = Rome(
+    prefix_bos_counts=True,
+    key="bare",
+    value="bare",
+    ridge=0.0,
+    many="in turn",
+    search=ValueSearch(essence_at="place", decay=0.5, decay_form="paper"),
+)
+"""What the paper's own code computes; `Rome()` is the corrected method."""
+
+R_ROME = replace(PAPER, key="mean", method="r-rome")
+"""r-ROME: the paper's code with one key, the mean, everywhere (Gupta et al., 2024)."""
