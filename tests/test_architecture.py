@@ -21,7 +21,10 @@ LEVELS = (
     ("report",),
     ("lm",),
     ("data",),
+    ("stats",),
     ("tracing",),
+    ("editing",),
+    ("evaluation",),
     ("runs",),
     ("cli",),
 )

@@ -556,21 +556,3 @@ def test_a_process_ends_with_a_message_and_a_code(
     assert done.stdout == ""
     assert done.stderr.startswith(f"factscope: {message}")
     assert "Traceback" not in done.stderr
-
-
-# ---- demo
-
-
-def test_the_demo_writes_a_page_figures_and_the_record(
-    factscope: Run, model: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "pictures"
-    result = factscope("demo", "-m", model, "--out", out, "--device", "cpu", "--json")
-    assert result.code == 0
-    files = [Path(name) for name in json.loads(result.out)["files"]]
-    assert {file.name for file in files} == {
-        "index.html", "trace.png", "trace-severed.png", "trace.jsonl",
-    }  # fmt: skip
-    assert all(file.stat().st_size > 1000 for file in files)
-    [record] = read_records(out / "trace.jsonl")
-    assert set(record.severed) == {"mlp", "attn"}

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from factscope.editing.problem import ValueSearch
 from factscope.tracing.corrupt import Corruption
 from factscope.tracing.settings import Tracing
 
@@ -69,3 +70,13 @@ def test_compare_corruptions(model: str, tmp_path: Path):
     assert added.clean == in_place.clean
     assert added.corrupted_samples != in_place.corrupted_samples
     assert {path.name for path in tmp_path.iterdir()} == {"added.png", "in-place.png"}
+
+
+def test_edit_one_fact(model: str, tmp_path: Path):
+    # A layer and token at which a random model can be taught, in steps that do not break it.
+    mild = {"token": "last", "prefix_lengths": (), "second_moment": "identity"}
+    mild |= {"search": ValueSearch(steps=5, rate=0.05)}
+    record = example("edit_one_fact").main(model, str(tmp_path), **mild)
+    assert record.fact.target == "Rome"
+    assert [scores.kind for scores in record.prompts] == ["prompt", "paraphrase", "neighbour"]
+    assert {path.name for path in tmp_path.iterdir()} == {"rome.edit", "before-after.png"}

@@ -8,11 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from factscope.editing.edit import Edit
+    from factscope.editing.finetune import FineTune
+    from factscope.editing.ledger import edits_in
+    from factscope.editing.memit import Memit
+    from factscope.editing.methods import editor
+    from factscope.editing.rome import Rome
+    from factscope.editing.rows import edited
     from factscope.errors import FactscopeError
-    from factscope.facts import Fact
+    from factscope.facts import Case, Fact
     from factscope.lm.load import from_model, load
     from factscope.lm.model import LM
     from factscope.records import TraceRecord, read_records, write_records
+    from factscope.stats.moment import SecondMoment
     from factscope.tracing.corrupt import Corruption
     from factscope.tracing.discover import find_known
     from factscope.tracing.settings import PRESETS, Tracing
@@ -21,11 +29,20 @@ if TYPE_CHECKING:
 __all__ = [
     "LM",
     "PRESETS",
+    "Case",
     "Corruption",
+    "Edit",
     "Fact",
     "FactscopeError",
+    "FineTune",
+    "Memit",
+    "Rome",
+    "SecondMoment",
     "TraceRecord",
     "Tracing",
+    "edited",
+    "editor",
+    "edits_in",
     "find_known",
     "from_model",
     "load",
@@ -36,11 +53,19 @@ __all__ = [
 ]
 
 _HOMES = {
+    "factscope.editing.edit": ("Edit",),
+    "factscope.editing.finetune": ("FineTune",),
+    "factscope.editing.ledger": ("edits_in",),
+    "factscope.editing.memit": ("Memit",),
+    "factscope.editing.methods": ("editor",),
+    "factscope.editing.rome": ("Rome",),
+    "factscope.editing.rows": ("edited",),
     "factscope.errors": ("FactscopeError",),
-    "factscope.facts": ("Fact",),
+    "factscope.facts": ("Case", "Fact"),
     "factscope.lm.load": ("from_model", "load"),
     "factscope.lm.model": ("LM",),
     "factscope.records": ("TraceRecord", "read_records", "write_records"),
+    "factscope.stats.moment": ("SecondMoment",),
     "factscope.tracing.corrupt": ("Corruption",),
     "factscope.tracing.discover": ("find_known",),
     "factscope.tracing.settings": ("PRESETS", "Tracing"),

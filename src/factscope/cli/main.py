@@ -7,8 +7,11 @@ import typer
 
 from factscope.cli.data import data
 from factscope.cli.demo import demo
+from factscope.cli.edit import edit
+from factscope.cli.generate import generate
 from factscope.cli.models import models
 from factscope.cli.report import report
+from factscope.cli.stats import stats
 from factscope.cli.trace import trace
 from factscope.errors import FactscopeError
 
@@ -23,8 +26,11 @@ app = typer.Typer(
 )
 app.command()(trace)
 app.command()(report)
+app.command()(generate)
 app.command()(models)
 app.command()(demo)
+app.add_typer(stats, name="stats")
+app.add_typer(edit, name="edit")
 app.add_typer(data, name="data")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from factscope.runs.tracing import TraceRun
     from factscope.tracing.settings import Tracing
 
-__all__ = ["trace"]
+__all__ = ["fact_from", "trace"]
 
 
 def trace(
@@ -72,7 +72,7 @@ def trace(
         return
     if prompt is None or subject is None:
         raise BadSetting('give a prompt and its --subject "…", or --facts FILE --out FOLDER')
-    fact = _fact(prompt, subject, occurrence, target)
+    fact = fact_from(prompt, subject, occurrence, target)
     if out is not None:
         check_suffix(out)
     with doing(f"loading {model}"):
@@ -80,7 +80,8 @@ def trace(
     _one(lm, fact, settings, bound, out, json)
 
 
-def _fact(prompt: str, subject: str, occurrence: int | None, target: str | None) -> "Fact":
+def fact_from(prompt: str, subject: str, occurrence: int | None, target: str | None) -> "Fact":
+    """The fact of a prompt; where its subject occurs twice, a note says which is taken."""
     from factscope.facts import Fact, occurrences
 
     fact = Fact.from_text(prompt, subject, occurrence, target=target)

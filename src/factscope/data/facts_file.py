@@ -7,15 +7,29 @@ target may be called target or attribute (as in known_1000), the name id, known_
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from factscope.errors import BadFact
 from factscope.facts import PLACE, Fact
 
-__all__ = ["FactsFile", "read_facts", "read_text"]
+__all__ = [
+    "FactsFile",
+    "fact_of",
+    "object_of",
+    "read_each",
+    "read_facts",
+    "read_text",
+    "rewrite_of",
+]
+
+T = TypeVar("T")
+
+TARGETS = ("target", "attribute", "target_true")
+"""What a record may call the object that its fact has."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +42,26 @@ class FactsFile:
 
 def read_facts(path: Path) -> FactsFile:
     """Every fact that can be read; a broken record is named and the rest kept."""
-    facts: list[Fact] = []
+    return FactsFile(*read_each(path, partial(fact_of, targets=TARGETS)))
+
+
+def read_each(
+    path: Path, made_of: Callable[[Any, str], T]
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """What is made of each record and its number; and, by place, why a record was left out."""
+    found: list[T] = []
     problems: list[str] = []
     for place, record in _records(read_text(path), path):
         try:
             if isinstance(record, ValueError):
                 raise BadFact(f"not JSON ({record})")
-            facts.append(_fact(record, default_id=place.split()[-1]))
+            found.append(made_of(record, place.split()[-1]))
         except BadFact as error:
             problems.append(f"{path.name}, {place}: {error}")
-    if not facts:
+    if not found:
         shown = "; ".join(problems[:3]) or "it is empty"
         raise BadFact(f"{path} has no usable fact: {shown}")
-    return FactsFile(tuple(facts), tuple(problems))
+    return tuple(found), tuple(problems)
 
 
 def read_text(path: Path) -> str:
@@ -73,22 +94,14 @@ def _parsed(text: str) -> Any:
         return error
 
 
-def _fact(record: Any, default_id: str) -> Fact:
-    if not isinstance(record, dict):
-        raise BadFact(f"a record must be an object with subject and prompt, not {record!r:.60}")
+def fact_of(record: Any, number: str, targets: Sequence[str]) -> Fact:
+    """The fact of a record; its target is the first of those fields that is there."""
+    inner = rewrite_of(record)
     name = _first(record, "id", "known_id", "case_id")
-    inner = record.get("requested_rewrite", record)  # CounterFact keeps its fact one level down
-    if not isinstance(inner, dict):
-        raise BadFact(f"requested_rewrite must be an object, not {inner!r:.60}")
-    target = _first(inner, "target", "attribute", "target_true")
-    if isinstance(target, dict):
-        target = target.get("str")
-    if not isinstance(target, str | None):
-        raise BadFact(f"the field 'target' is {target!r:.60}; it must be a text")
     relation = _first(inner, "relation", "relation_id")
     fields = {
-        "id": default_id if name is None else str(name),
-        "target": target,
+        "id": number if name is None else str(name),
+        "target": object_of(inner, targets),
         "relation": None if relation is None else str(relation),
     }
     subject: Any = inner.get("subject")
@@ -99,6 +112,26 @@ def _fact(record: Any, default_id: str) -> Fact:
     if PLACE in prompt:
         return Fact(subject=subject, prompt=prompt, **fields)
     return Fact.from_text(prompt, subject, **fields)
+
+
+def rewrite_of(record: Any) -> dict[str, Any]:
+    """Where a record's fact is: CounterFact keeps it one level down."""
+    if not isinstance(record, dict):
+        raise BadFact(f"a record must be an object with subject and prompt, not {record!r:.60}")
+    inner = record.get("requested_rewrite", record)
+    if not isinstance(inner, dict):
+        raise BadFact(f"requested_rewrite must be an object, not {inner!r:.60}")
+    return inner
+
+
+def object_of(record: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The first of those fields that is there: a text, or CounterFact's object with its `str`."""
+    value = _first(record, *names)
+    if isinstance(value, dict):
+        value = value.get("str")
+    if not isinstance(value, str | None):
+        raise BadFact(f"the field {names[0]!r} is {value!r:.60}; it must be a text")
+    return value
 
 
 def _first(record: dict[str, Any], *names: str) -> Any:

@@ -8,6 +8,7 @@ severed_figure     Figure 3      states with MLP or attention severed, averaged 
 average_lines      App. B        the averages as lines with 95 % intervals
 severed_detail     App. B        one fact at one token, with and without severing
 gradients_figure   App. B        one fact: causal traces above integrated gradients
+before_after_figure              one edit: every prompt's probabilities before and after
 """
 
 from factscope.report.average_figures import (
@@ -16,6 +17,7 @@ from factscope.report.average_figures import (
     average_lines,
     severed_figure,
 )
+from factscope.report.edit_figures import before_after_figure
 from factscope.report.save import save_figure
 from factscope.report.trace_figures import (
     gradients_figure,
@@ -28,6 +30,7 @@ __all__ = [
     "average_heatmap",
     "average_heatmaps",
     "average_lines",
+    "before_after_figure",
     "gradients_figure",
     "save_figure",
     "severed_detail",

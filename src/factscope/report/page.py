@@ -5,8 +5,7 @@ else. All text that comes from records is escaped.
 """
 
 import html
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -27,6 +26,7 @@ from factscope.report.figures import (
 from factscope.report.heat_html import heat_html, image_uri
 from factscope.report.look import LOOKS, shown, visible
 from factscope.report.save import figure_bytes
+from factscope.report.settings import flat, setting_text
 from factscope.report.tables import Table, as_html, effects_table, summary_table
 
 __all__ = ["run_page", "trace_page"]
@@ -57,6 +57,12 @@ FIGURE_DPI, CSS_DPI = 180, 100
 
 def trace_page(record: TraceRecord) -> str:
     """The page of one fact: its three runs, a heat map for each kind, how it was traced."""
+    body = [*trace_body(record), settings_html(record.settings)]
+    return page(f"Trace: {record.fact.text}", body)
+
+
+def trace_body(record: TraceRecord) -> list[str]:
+    """What that page says, but for the settings."""
     body = [
         f"<h1>{fact_html(record)}</h1>",
         f'<p class="soft">Causal trace of {html.escape(record.model)}{known_html(record)}</p>',
@@ -67,8 +73,7 @@ def trace_page(record: TraceRecord) -> str:
         body += ["<h2>Severed graphs</h2>", plate(severed_detail(record), "Severed graphs")]
     if any(kind in record.gradients for kind in KINDS):
         body += ["<h2>Integrated gradients</h2>", plate(gradients_figure(record), "Gradients")]
-    body.append(settings_html(record.settings))
-    return page(f"Trace: {record.fact.text}", body)
+    return body
 
 
 def run_page(
@@ -219,26 +224,13 @@ def known_html(record: TraceRecord) -> str:
     )
 
 
-def settings_html(settings: Mapping[str, Any]) -> str:
-    """How it was traced."""
+def settings_html(settings: Mapping[str, Any], title: str = "How it was traced") -> str:
+    """How it was made."""
     if not settings:
         return ""
     rows = tuple((name, setting_text(value)) for name, value in flat(settings))
-    return f"<h2>Settings</h2>{scrolled(Table('How it was traced', ('setting', 'value'), rows))}"
-
-
-def flat(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings within settings, by their full names."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value
-
-
-def setting_text(value: Any) -> str:
-    """A setting's value in words."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    table = scrolled(Table(title, ("setting", "value"), rows))
+    return f'<h2>Settings</h2><div class="settings">{table}</div>'
 
 
 def plate(fig: Figure, description: str) -> str:

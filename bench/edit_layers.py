@@ -1,0 +1,221 @@
+"""Which layer, and which method? ES, PS and NS on CounterFact cases: the table of docs/results.md.
+
+    python bench/edit_layers.py --cases counterfact.json.gz --text wikipedia.txt.gz --out all.jsonl
+    python bench/edit_layers.py --out all.jsonl --show
+
+Second moments of all wanted layers come first, from `--tokens` of the text, kept in `--stats`. A
+plan is one line of the output: what it was, how it scored, how long it took. A plan that is in the
+file already is not run again. Cases are taken in the order of the file, `--skip` of them left out
+first: settings were chosen on other cases than those reported.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from factscope.analysis.estimate import Estimate, estimate
+from factscope.data.cases_file import read_cases
+from factscope.editing.edit import Edit
+from factscope.editing.methods import editor
+from factscope.evaluation.score import Ask, answers
+from factscope.facts import Case
+from factscope.lm.load import load
+from factscope.lm.model import LM
+
+METHODS = {
+    "rome": "default", "rome, paper": "paper", "r-rome": "default", "memit": "default",
+    "ft": "default", "ft-l": "default", "attn": "default",
+}  # fmt: skip
+SPAN = 5
+"""MEMIT spreads over this many layers, the named one being the last."""
+
+
+def plans(methods: Sequence[str], layers: Sequence[int], more: dict[str, Any]) -> Iterator[dict]:
+    """What to run: method by method, layer by layer."""
+    for name in methods:
+        for layer in layers:
+            where: dict[str, Any] = {"layer": layer}
+            if name == "memit":
+                where = {"layers": list(range(max(0, layer - SPAN + 1), layer + 1))}
+            yield {"method": name, "layer": layer, "settings": {**where, **more}}
+
+
+def made(lm: LM, plan: dict, cases: Sequence[Case], stats: Path) -> list[Edit | Exception]:
+    """The edits of a plan, each fact alone, or why there is none."""
+    method = plan["method"].partition(",")[0]
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in plan["settings"].items()}
+    search = {k.removeprefix("search."): settings.pop(k) for k in list(settings) if "." in k}
+    if method in ("rome", "r-rome", "memit"):
+        settings["second_moment"] = [stats]
+    made = editor(method, METHODS[plan["method"]], **settings)
+    if search:
+        from dataclasses import replace
+
+        plain: Any = made
+        made = replace(plain, search=replace(plain.search, **search))
+    return list(made.attempt(lm, [case.fact for case in cases]))
+
+
+def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> dict[str, Estimate]:
+    """ES, PS and NS; a case without an edit is scored unedited."""
+    good = [i for i, edit in enumerate(edits) if isinstance(edit, Edit)]
+    seat = {i: number for number, i in enumerate(good)}
+    usable = [edit.to(lm.device) for edit in edits if isinstance(edit, Edit)]
+    asked: list[tuple[int, str, str]] = [
+        (i, kind, text)
+        for i, case in enumerate(cases)
+        for kind, texts in (
+            ("ES", (case.fact.text,)), ("PS", case.paraphrases), ("NS", case.neighbours)
+        )
+        for text in texts
+    ]  # fmt: skip
+    asks = [
+        Ask(text, target or "", seat.get(i))
+        for i, _, text in asked
+        for target in (cases[i].fact.target, cases[i].true)
+    ]
+    found = answers(lm, asks, usable, tokens=32768 if lm.device.type == "cuda" else 4096)
+    wins: dict[str, dict[int, list[float]]] = {"ES": {}, "PS": {}, "NS": {}}
+    for (i, kind, _), new, true in zip(asked, found[::2], found[1::2], strict=True):
+        better = new.nll < true.nll if kind != "NS" else true.nll < new.nll
+        wins[kind].setdefault(i, []).append(float(better))
+    return {
+        kind: estimate([sum(x) / len(x) for x in by_case.values()])
+        for kind, by_case in wins.items()
+    }
+
+
+def harmonic(found: dict[str, Estimate]) -> float:
+    """S, the harmonic mean of the three."""
+    means = [max(x.mean, 1e-9) for x in found.values()]
+    return len(means) / sum(1 / x for x in means)
+
+
+def health(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
+    """How the guard rails saw the edits."""
+    seen = [edit.health for edit in edits if isinstance(edit, Edit) and edit.health is not None]
+    factors = sorted(h.division_factor for h in seen if h.division_factor is not None)
+    norms = sorted(h.update_norm for h in seen)
+    growth = sorted(h.perplexity_growth for h in seen)
+    middle = len(seen) // 2
+    return {
+        "failed": sum(not isinstance(edit, Edit) for edit in edits),
+        "beyond limits": sum(bool(h.complaints()) for h in seen),
+        "division factor, least": factors[0] if factors else None,
+        "update norm, median and most": (norms[middle], norms[-1]) if norms else None,
+        "perplexity growth, median and most": (growth[middle], growth[-1]) if growth else None,
+    }
+
+
+def collected(lm: LM, layers: Sequence[int], text: Path, tokens: int, folder: Path) -> None:
+    """Second moments of the layers that are not in the folder yet."""
+    from factscope.stats.collect import collect
+    from factscope.stats.find import file_name
+    from factscope.stats.moment_file import save_moment
+    from factscope.stats.text import documents, windows
+
+    missing = [layer for layer in layers if not (folder / file_name(layer)).is_file()]
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for moment in collect(
+        lm, missing, windows(lm, documents(text), 256), tokens=tokens, corpus=text.name
+    ):
+        save_moment(moment, folder / file_name(moment.layer))
+
+
+def run(args: argparse.Namespace) -> None:
+    lm = load(args.model, device=args.device, dtype=args.dtype)
+    layers = args.layers or list(range(lm.n_layers))
+    wanted = list(plans(args.methods, layers, json.loads(args.settings)))
+    needed = sorted({n for p in wanted for n in p["settings"].get("layers", [p["layer"]])})
+    collected(lm, needed, args.text, args.tokens, args.stats)
+    cases = read_cases(args.cases).cases[args.skip : args.skip + args.limit]
+    there = [json.loads(line) for line in lines(args.out)]
+    if not any(row["method"] == "unedited" for row in there):
+        row = {"method": "unedited", "layer": None, "settings": {}}
+        write(args.out, row, scores(lm, cases, [ValueError()] * len(cases)), {}, 0.0, len(cases))
+    done = [{k: row[k] for k in ("method", "layer", "settings")} for row in there]
+    for plan in wanted:
+        if plan in done:
+            continue
+        begin = time.perf_counter()
+        edits = made(lm, plan, cases, args.stats)
+        seconds = time.perf_counter() - begin
+        write(args.out, plan, scores(lm, cases, edits), health(edits), seconds, len(cases))
+        del edits
+        if lm.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def write(
+    path: Path, plan: dict, found: dict[str, Estimate], seen: dict, seconds: float, cases: int
+) -> None:
+    numbers = {kind: [x.mean, x.half_width] for kind, x in found.items()}
+    row = {**plan, "cases": cases, "S": harmonic(found), **numbers, "health": seen,
+           "seconds": round(seconds, 2)}  # fmt: skip
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(as_row(row), flush=True)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def as_row(row: dict) -> str:
+    """One line of the Markdown table."""
+    cells = [row["method"], "–" if row["layer"] is None else str(row["layer"])]
+    more = {k: v for k, v in row["settings"].items() if k not in ("layer", "layers")}
+    cells.append(", ".join(f"{k} {v}" for k, v in more.items()) or "–")
+    cells.append(f"{100 * row['S']:.1f}")
+    cells += [f"{100 * row[k][0]:.1f} ± {100 * row[k][1]:.1f}" for k in ("ES", "PS", "NS")]
+    seen = row["health"]
+    cells.append(f"{seen.get('failed', 0)} / {seen.get('beyond limits', 0)}")
+    cells.append(f"{row['seconds']:.1f}")
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--stats", type=Path, default=Path("stats"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--layers", nargs="+", type=int)
+    parser.add_argument("--settings", default="{}", help="JSON, e.g. '{\"search.decay\": 0.01}'")
+    parser.add_argument("--show", action="store_true", help="only print the table of --out")
+    args = parser.parse_args()
+    if not args.show:
+        run(args)
+        return
+    head = [
+        "method",
+        "layer",
+        "other settings",
+        "S",
+        "ES",
+        "PS",
+        "NS",
+        "failed / beyond limits",
+        "s",
+    ]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for line in lines(args.out):
+        print(as_row(json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The statistics that an edit from the command line needs: found, or collected on the way."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from factscope.cli.show import doing, notes, progress
+from factscope.cli.stats import ENOUGH
+
+if TYPE_CHECKING:
+    from factscope.editing.editor import Editor
+    from factscope.facts import Fact
+    from factscope.lm.model import LM
+
+__all__ = ["with_statistics"]
+
+
+def with_statistics(lm: "LM", editor: "Editor", facts: "Sequence[Fact]") -> "Editor":
+    """The editor with its layers settled, and statistics of them collected where there are none."""
+    from factscope.stats.find import moment_for
+
+    if getattr(editor, "second_moment", None) != "find":
+        return editor
+    settled, layers = _settled(lm, editor, facts)
+    missing = [layer for layer in layers if moment_for(lm, layer) is None]
+    if missing:
+        _collect(lm, missing)
+    return settled
+
+
+def _settled(lm: "LM", editor: Any, facts: "Sequence[Fact]") -> "tuple[Editor, Sequence[int]]":
+    """The layers that the editor will write into, and the editor that says so."""
+    from factscope.editing.defaults import memit_defaults
+    from factscope.editing.layers import check_layer, layer_for
+
+    if hasattr(editor, "layers"):
+        layers = tuple(check_layer(lm, n) for n in editor.layers or memit_defaults(lm).layers)
+        return replace(editor, layers=layers), layers
+    with doing("finding the layer"):
+        layer = layer_for(lm, editor.layer, facts)
+    return replace(editor, layer=layer), [layer]
+
+
+def _collect(lm: "LM", layers: Sequence[int]) -> None:
+    """Second moments of text that the model writes itself, kept in the cache."""
+    from factscope.stats.collect import collect
+    from factscope.stats.find import cached_path
+    from factscope.stats.moment_file import save_moment
+    from factscope.stats.text import WrittenText, window_of
+
+    named = ",".join(map(str, layers))
+    tokens = ENOUGH * lm.mlp_weight(layers[0]).shape[1]
+    notes.print(
+        f"There are no statistics of layer {named} of {lm.name} yet. They are collected now, once, "
+        f"from {tokens:,} tokens that the model writes itself, and kept in the cache. Ordinary "
+        f"text is better: factscope stats --model {lm.name} --layer {named} --text FILE",
+        style="yellow",
+        soft_wrap=True,
+    )
+    window = window_of(lm)
+    written = WrittenText(lm=lm, window=window)
+    corpus = f"text that {lm.name} wrote itself, windows of {window} tokens, seed {written.seed}"
+    paths = [cached_path(lm, layer) for layer in layers]
+    partial = paths[0].with_name(paths[0].name + ".partial")
+    with progress("statistics: tokens", tokens) as done:
+        moments = collect(
+            lm, layers, written, tokens=tokens, corpus=corpus, partial=partial, done=done
+        )
+    for moment, path in zip(moments, paths, strict=True):
+        save_moment(moment, path)
+    partial.unlink(missing_ok=True)

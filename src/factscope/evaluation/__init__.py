@@ -1,0 +1,1 @@
+"""Did the edit work? (paper §3.2)"""

@@ -1,0 +1,115 @@
+"""Figures of an edit: every prompt's probabilities before and after."""
+
+import textwrap
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
+
+from factscope.records import EditRecord, PromptScores
+from factscope.report.canvas import MEDIUM, SMALL, blank_figure, plain
+from factscope.report.edit_words import HEADINGS, old_name
+from factscope.report.look import shown, visible
+
+__all__ = ["before_after_figure"]
+
+NEW, OLD = "#d9730d", "#4a6fa5"
+"""The colours of the new and of the old object."""
+ROW, FRAME, WIDTH = 0.4, 1.1, 7.2
+"""Inches: a prompt's height, what surrounds the prompts, the figure's width."""
+APART = 0.15
+"""How far the two objects of a prompt lie from its middle."""
+LETTERS, LINES = 46, 2
+"""The most that a prompt's label shows."""
+
+
+def before_after_figure(record: EditRecord) -> Figure:
+    """Each prompt as two lines, from before (hollow) to after (filled): new and old object."""
+    rows = list(_rows(record))
+    fig = blank_figure(WIDTH, FRAME + ROW * len(rows))
+    ax = fig.subplots()
+    for height, row in enumerate(rows):
+        if isinstance(row, PromptScores):
+            _draw(ax, height, row)
+    _label(ax, rows)
+    _frame(ax, record, len(rows))
+    return fig
+
+
+def _rows(record: EditRecord) -> list[PromptScores | str]:
+    """The prompts from top to bottom, with a heading above each further kind."""
+    rows: list[PromptScores | str] = []
+    for kind, heading in HEADINGS.items():
+        some = record.of_kind(kind)
+        if some and kind != "prompt":
+            rows.append(heading)
+        rows += some
+    return rows
+
+
+def _draw(ax: Axes, height: int, scores: PromptScores) -> None:
+    before, after = scores.before, scores.after
+    _dumbbell(ax, height - APART, before.new, after.new, NEW)
+    if before.old is not None and after.old is not None and scores.old != scores.new:
+        _dumbbell(ax, height + APART, before.old, after.old, OLD)
+
+
+def _dumbbell(ax: Axes, height: float, before: float, after: float, color: str) -> None:
+    ax.plot([before, after], [height, height], color=color, linewidth=2.2, alpha=0.45,
+            solid_capstyle="round", zorder=2)  # fmt: skip
+    ends = {"s": 30, "edgecolors": color, "linewidths": 1.4, "zorder": 3, "clip_on": False}
+    ax.scatter([before], [height], facecolors="white", **ends)
+    ax.scatter([after], [height], facecolors=color, **ends)
+
+
+def _label(ax: Axes, rows: list[PromptScores | str]) -> None:
+    """Prompts as labels; headings, set apart by a line, in italics."""
+    labels = [row if isinstance(row, str) else _wrapped(row.text) for row in rows]
+    ax.set_yticks(range(len(rows)), labels, fontsize=SMALL, **plain())
+    for height, (row, tick) in enumerate(zip(rows, ax.get_yticklabels(), strict=True)):
+        if isinstance(row, str):
+            tick.set_fontstyle("italic")
+            tick.set_color("0.4")
+            ax.axhline(height, color="0.85", linewidth=0.6, zorder=0)
+
+
+def _wrapped(text: str) -> str:
+    """A prompt on at most so many lines; of a longer one the end, where the object is due."""
+    seen = "".join(visible(character) for character in text)
+    lines = textwrap.wrap(seen, LETTERS) or [seen]
+    return "\n".join(lines if len(lines) <= LINES else ["… " + lines[-LINES], *lines[1 - LINES :]])
+
+
+def _frame(ax: Axes, record: EditRecord, rows: int) -> None:
+    ax.set_xlim(0, 1)
+    ax.set_ylim(rows - 0.45, -0.55)
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.grid(True, color="0.92", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_linewidth(0.6)
+    ax.tick_params(axis="x", labelsize=SMALL, length=2, width=0.5)
+    ax.tick_params(axis="y", length=0, pad=7)
+    ax.set_xlabel("probability", fontsize=SMALL)
+    new, old = shown(record.own.new), shown(record.own.old or "?")
+    title = f"{shown(record.fact.subject)}: {old} → {new}"
+    ax.set_title(title, fontsize=MEDIUM, fontweight="bold", loc="left", pad=22, **plain())
+    how = f"{record.method}, {record.model}"
+    ax.set_title(how, fontsize=SMALL, color="0.4", loc="right", pad=22, **plain())
+    _legend(ax, f"P({new})", f"P({old_name(record.prompts)})")
+
+
+def _legend(ax: Axes, new: str, old: str) -> None:
+    dot = {"marker": "o", "linestyle": "", "markersize": 5.5, "markeredgewidth": 1.4}
+    handles = [
+        Line2D([], [], color=NEW, linewidth=2.2, label=new),
+        Line2D([], [], color=OLD, linewidth=2.2, label=old),
+        Line2D([], [], markerfacecolor="white", markeredgecolor="0.35", label="before", **dot),
+        Line2D([], [], markerfacecolor="0.35", markeredgecolor="0.35", label="after", **dot),
+    ]
+    box = ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+                    frameon=False, fontsize=SMALL, borderaxespad=0.1, columnspacing=1.4,
+                    handletextpad=0.5, borderpad=0.2)  # fmt: skip
+    for text in box.get_texts():
+        text.set(**plain())

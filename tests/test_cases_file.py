@@ -1,0 +1,110 @@
+"""Cases from files: CounterFact's own format, EasyEdit's, and one's own lists."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factscope.data.cases_file import read_cases
+from factscope.errors import BadFact
+from factscope.facts import Case, Fact
+
+COUNTERFACT = {
+    "case_id": 18,
+    "pararel_idx": 2,
+    "requested_rewrite": {
+        "prompt": "{}, created by",
+        "relation_id": "P176",
+        "target_new": {"str": "Honda", "id": "Q9584"},
+        "target_true": {"str": "Porsche", "id": "Q40993"},
+        "subject": "Porsche 911",
+    },
+    "paraphrase_prompts": ["Porsche 911 is developed by"],
+    "neighborhood_prompts": ["Porsche 550, developed by", "Porsche 804 is created by"],
+    "attribute_prompts": ["Honda Bali is produced by"],
+    "generation_prompts": ["Porsche 911 is sold by"],
+}
+OWN = {"subject": "Oslo", "prompt": "Oslo is in", "to": "Italy", "true": "Norway",
+       "paraphrases": ["Where is Oslo? In"], "neighbours": ["Bergen is in"]}  # fmt: skip
+
+
+def written(path: Path, *records: Any) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+def test_counterfact_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "counterfact.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([COUNTERFACT]).encode()))
+    [case] = read_cases(path).cases
+    fact = Fact(
+        subject="Porsche 911", prompt="{}, created by", target="Honda", id="18", relation="P176"
+    )
+    assert case == Case(
+        fact=fact,
+        true="Porsche",
+        paraphrases=("Porsche 911 is developed by",),
+        neighbours=("Porsche 550, developed by", "Porsche 804 is created by"),
+        attributes=("Honda Bali is produced by",),
+        generations=("Porsche 911 is sold by",),
+    )
+
+
+def test_a_list_of_ones_own(tmp_path: Path) -> None:
+    bare = {"subject": "Lima", "prompt": "{} is in", "target_new": "France"}
+    first, second = read_cases(written(tmp_path / "mine.jsonl", OWN, bare)).cases
+    assert first.fact == Fact(subject="Oslo", prompt="{} is in", target="Italy", id="1")
+    assert (first.true, first.paraphrases, first.neighbours) == (
+        "Norway",
+        ("Where is Oslo? In",),
+        ("Bergen is in",),
+    )
+    assert second == Case(fact=Fact(subject="Lima", prompt="{} is in", target="France", id="2"))
+
+
+def test_easyedits_condensed_counterfact(tmp_path: Path) -> None:
+    record = {"case_id": 0, "prompt": "The mother tongue of Danielle Darrieux is",
+              "target_new": "English", "subject": "Danielle Darrieux", "ground_truth": "French",
+              "rephrase_prompt": "She speaks", "locality_prompt": "Michel Rocard speaks",
+              "locality_ground_truth": "French"}  # fmt: skip
+    [case] = read_cases(written(tmp_path / "condensed.json", record)).cases
+    assert (case.fact.target, case.true) == ("English", "French")
+    assert (case.paraphrases, case.neighbours) == (("She speaks",), ("Michel Rocard speaks",))
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no new object": ({**OWN, "to": None}, "'to' is missing"),
+    "empty new object": ({**OWN, "to": "  "}, "'to' is missing"),
+    "new object is a number": ({**OWN, "to": 3}, "'to' is 3"),
+    "old object is true": ({**OWN, "true": True}, "'true' is True"),
+    "no subject": ({**OWN, "subject": ""}, "'subject'"),
+    "subject not there": ({**OWN, "subject": "Rome"}, "'Rome'"),
+    "paraphrases are numbers": ({**OWN, "paraphrases": [1]}, "'paraphrases' is [1]"),
+    "an empty neighbour": ({**OWN, "neighbours": [""]}, "'neighbours'"),
+    "lists in an object": ({**OWN, "neighbours": {"a": "b"}}, "must be a list of texts"),
+    "a word": ("Oslo", "must be an object"),
+    "requested_rewrite is a word": ({"requested_rewrite": "Oslo"}, "requested_rewrite"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_record_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+    broken, words = BROKEN[case]
+    file = read_cases(written(tmp_path / "mine.jsonl", OWN, broken))
+    assert len(file.cases) == 1
+    [problem] = file.problems
+    assert problem.startswith("mine.jsonl, line 2: ")
+    assert words in problem
+
+
+def test_a_file_without_a_usable_case_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "mine.jsonl", {"subject": "Oslo", "prompt": "Oslo is in"})
+    with pytest.raises(BadFact, match=r"no usable fact.*'to' is missing"):
+        read_cases(path)
+    with pytest.raises(BadFact, match=r"cannot read .*lost"):
+        read_cases(tmp_path / "lost.jsonl")
+    path.write_text("[broken")
+    with pytest.raises(BadFact, match="not JSON"):
+        read_cases(path)
