@@ -17,7 +17,7 @@ from factscope.errors import BadEdit, UnsafeEdit
 from factscope.facts import Fact
 from factscope.lm.model import LM
 
-from families import tiny
+from families import FAMILIES, tiny
 
 FACT = Fact(subject="The Louvre", prompt="{} is in", target="Rome", id="7", relation="P131")
 IDS = torch.arange(3 * 6).reshape(3, 6) * 7 % 97 + 3
@@ -34,6 +34,10 @@ def mlp(lm: LM, layer: int, kind: str = "weight") -> str:
 
 def attention(lm: LM, layer: int) -> list[str]:
     return [f"{lm.name_of(module)}.weight" for module in lm.attn_in(layer)]
+
+
+BIASED = ["bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "opt, projected"]
+"""The families whose MLP output has a bias."""
 
 
 def has_bias(lm: LM) -> bool:
@@ -484,9 +488,13 @@ def test_rows_of_attention_inputs(lm: LM) -> None:
     assert_rows(lm, [one, None, two])
 
 
-def test_rows_of_biases(lm: LM) -> None:
-    if not has_bias(lm):
-        pytest.skip("no bias in the MLP's output")
+def test_the_biased_families_are_these() -> None:
+    assert [family for family in sorted(FAMILIES) if has_bias(tiny(family))] == BIASED
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_rows_of_biases(family: str) -> None:
+    lm = tiny(family)
     name = mlp(lm, 0, "bias")
     edits = [edit_of(lm, {name: dense(lm, name, seed)}) for seed in range(2)]
     assert_rows(lm, [edits[0], None, edits[1]])

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from factscope.editing.edit import Change, Dense, Edit, LowRank
 from factscope.editing.health import Health
 from factscope.errors import BadEdit, BadFact
 from factscope.facts import Fact
-from factscope.fetch import whole
+from factscope.files import write_whole
 
 __all__ = ["load_edit", "save_edit"]
 
@@ -39,9 +39,8 @@ def save_edit(edit: Edit, path: str | Path) -> None:
         for part, tensor in _parts(change).items()
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as temporary:
-            save_file(tensors, temporary, metadata=header)
+        # By way of bytes: safetensors' own files can be read by their maker only.
+        write_whole(path, save(tensors, metadata=header))
     except (OSError, SafetensorError) as error:
         raise BadEdit(f"the edit cannot be written to {path} ({error}); give another") from error
 

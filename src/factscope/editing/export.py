@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from factscope.editing.edit import Change, Edit, LowRank
@@ -52,7 +52,9 @@ def export_peft(
             edit.health.refuse()
     loras = _loras(edit, lm, rank)
     with _new_folder(Path(folder)) as partial:
-        save_file(_tensors(loras), partial / "adapter_model.safetensors", {"format": "pt"})
+        # By way of bytes: safetensors' own files can be read by their maker only.
+        weights = save(_tensors(loras), {"format": "pt"})
+        (partial / "adapter_model.safetensors").write_bytes(weights)
         config = json.dumps(_config(loras, lm), indent=2, sort_keys=True)
         (partial / "adapter_config.json").write_text(config + "\n", encoding="utf-8")
 
