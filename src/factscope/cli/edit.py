@@ -58,6 +58,7 @@ def write(
     no_stats: flags.NoStats = False,
     prefixes: flags.Prefixes = None,
     prefix_lengths: flags.PrefixLengths = None,
+    ridge: flags.Ridge = None,
     seed: flags.Seed = None,
     steps: flags.Steps = None,
     rate: flags.Rate = None,
@@ -78,7 +79,7 @@ def write(
         preset,
         {
             "layer": layer, "token": token, "seed": seed, "steps": steps, "rate": rate,
-            "clamp": clamp, "bound": bound,
+            "clamp": clamp, "bound": bound, "ridge": ridge,
             "second_moment": flags.second_moment_of(stats, no_stats),
             **flags.prefixes_of(prefixes, prefix_lengths),
         },

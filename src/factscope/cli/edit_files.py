@@ -62,6 +62,18 @@ def model_for(
     return lm
 
 
+def _measured(lm: "LM", total: "Edit", *, force: bool) -> "Edit":
+    """The edit with its guard rails, which a sum has not yet; refused beyond them."""
+    from factscope.editing.guard import with_health
+
+    if total.health is None:
+        with doing("measuring the guard rails"):
+            [total] = with_health(lm, [total])
+    if not force and total.health is not None:
+        total.health.refuse()
+    return total
+
+
 def in_bytes(size: int) -> str:
     """A file's size as people say it."""
     return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
@@ -213,6 +225,7 @@ def export(
     edits = load_edits(files)
     total = total_of(edits)
     lm = model_for(edits, model, device, dtype, device_map)
+    total = _measured(lm, total, force=force)
     if peft is not None:
         with doing("writing the adapter"):
             export_peft(total, lm, peft, rank=rank, force=force)
@@ -261,6 +274,7 @@ def merge(
         _written(out, "edit", len(edits), json)
         return
     lm = model_for(edits, model, device, dtype, device_map)
+    _measured(lm, total, force=force)
     with doing("writing the model"):
         export_checkpoint(edits, lm, out, force=force)
     _written(out, "checkpoint", len(edits), json)

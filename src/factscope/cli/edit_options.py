@@ -68,6 +68,9 @@ Stats = Annotated[
 NoStats = Annotated[
     bool, _method("Without statistics (C = 1): disturbs other facts more.", "--no-stats")
 ]
+Ridge = Annotated[
+    float | None, _method("What is added to the statistics' diagonal, in units of its mean.")
+]
 Prefixes = Annotated[
     Path | None, _method("Texts to put before the prompt, one a line; {} where it goes.")
 ]

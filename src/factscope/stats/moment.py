@@ -66,9 +66,8 @@ class SecondMoment:
         if self.fingerprint != lm.fingerprint:
             raise BadStats(
                 f"the statistics are of {self.model} (fingerprint {self.fingerprint[:16]}), not of "
-                f"{lm.name} as loaded here ({lm.fingerprint[:16]}; another dtype also counts as "
-                f"another model); make them with `factscope stats --model {lm.name} "
-                f"--layer {layer}`"
+                f"{lm.name} as loaded here ({lm.fingerprint[:16]}); make them with "
+                f"`factscope stats --model {lm.name} --layer {layer}`"
             )
         if self.layer != layer:
             raise BadStats(
