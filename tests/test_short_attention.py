@@ -1,35 +1,70 @@
-"""Attention for short rows says what the library's own does."""
+"""Attention for short rows says what the library's own does; its kernels run by interpretation."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import pytest
 import torch
 
-from factscope.lm.short_attention import _bias, attend
+from factscope.editing.problem import pose
+from factscope.editing.requests import request
+from factscope.lm import short_attention
+from factscope.lm.short_attention import _bias
+from factscope.lm.short_kernels import attend
+from test_rome import FACTS, FEW, PREFIXES, text_lm
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.half], ids=str)
 @pytest.mark.parametrize("boolean", [False, True])
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_it_equals_torchs_own(halves: bool, boolean: bool, key_heads: int) -> None:
+@pytest.mark.parametrize(("key_heads", "past"), [(4, 0), (4, 5), (2, 40)])
+def test_it_equals_torchs_own(kind: torch.dtype, boolean: bool, key_heads: int, past: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(3, 4, 5, 8, generator=generator, requires_grad=True)
-    key, value = (
-        torch.randn(3, key_heads, 7, 8, generator=generator, requires_grad=True) for _ in range(2)
-    )
-    seen = torch.rand(3, 1, 5, 7, generator=generator) > 0.3
-    seen[..., 0] = True
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(3, tokens, heads, 20, generator=generator).transpose(1, 2)
+
+    new = [draw(heads, 5).requires_grad_() for heads in (4, key_heads, key_heads)]
+    query, key, value = new
+    past_key, past_value = draw(key_heads, past), draw(key_heads, past)
+    seen = torch.rand(3, 1, 5, past + 5, generator=generator) > 0.3
+    seen[..., past:] |= torch.eye(5, dtype=torch.bool)
     mask = seen if boolean else torch.zeros(seen.shape).masked_fill(~seen, -1e30)
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4
-    ).transpose(1, 2)
-    bias = _bias(mask, 3, 4, torch.half if halves else torch.float32)
-    found = attend(query, key, value, bias, 0.3)
-    tolerance = 3e-3 if halves else 1e-6
-    assert found.shape == wanted.shape
+        query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2),
+        attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4,
+    ).transpose(1, 2)  # fmt: skip
+    found = attend(query, key, value, past_key, past_value, _bias(mask, kind), 0.3)
+    tolerance = 2e-3 if kind == torch.half else 1e-6
     assert (found - wanted).abs().max().item() < tolerance * wanted.abs().max().item()
     slope = torch.randn(wanted.shape, generator=generator)
-    for x, y in zip(
-        torch.autograd.grad(found, (query, key, value), slope),
-        torch.autograd.grad(wanted, (query, key, value), slope),
-        strict=True,
-    ):
+    ours, theirs = (torch.autograd.grad(x, new, slope) for x in (found, wanted))
+    for x, y in zip(ours, theirs, strict=True):
         assert (x - y).abs().max().item() < 3 * tolerance * y.abs().max().item()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "opt", "gptj", "gemma2"])
+def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the past apart, for the families that let us; the others keep their own attention."""
+    lm = text_lm(family)
+    asked = [request(lm, fact, PREFIXES[:1]) for fact in FACTS[1:]]
+
+    def losses() -> tuple[torch.Tensor, torch.Tensor, bool]:
+        problem = pose(lm, asked, 0, "mlp", "subject-last", FEW).problem
+        delta = torch.full((2, lm.width), 0.05, requires_grad=True)
+        with short_attention.short_attention(problem.hidden.device), torch.enable_grad():
+            found = problem.losses(delta)
+            (slope,) = torch.autograd.grad(found.sum(), delta)
+        some = torch.tensor([1])
+        with short_attention.short_attention(problem.hidden.device):
+            fewer = problem.only(some).losses(delta.detach()[some])
+        assert torch.allclose(fewer, found.detach()[some], rtol=1e-5)
+        return found.detach(), slope, problem.apart
+
+    wanted, wanted_slope, apart = losses()
+    assert not apart
+    monkeypatch.setattr(short_attention, "_possible", lambda device: True)
+    found, slope, apart = losses()
+    assert torch.allclose(found, wanted, rtol=1e-5)
+    assert (slope - wanted_slope).abs().max() < 1e-4 * wanted_slope.abs().max()
+    assert apart == (family not in ("gptj", "gemma2"))

@@ -13,8 +13,8 @@ class Limits:
     """How far an edit may go."""
 
     division_factor: float = 0.02
-    """At least: the cosine between the key and C⁻¹k by which the update is divided. Rows for the
-    paper's "disabling edits" lie near 0; see docs/results.md for what is usual."""
+    """At least: the cosine between the key and C⁻¹k, by which the update is divided. Where it is
+    near 0 the update is huge; docs/results.md says what is usual."""
     update_norm: float = 0.5
     """At most: ‖ΔW‖ / ‖W‖ of the weight that changes most."""
     perplexity: float = 1.5

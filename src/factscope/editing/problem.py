@@ -6,6 +6,7 @@ keys and values left of them taken from one run beforehand. Many facts stand sid
 with its own δ.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = ["Posed", "Problem", "Site", "ValueSearch", "pose"]
+
+log = logging.getLogger(__name__)
 
 MANY = 8
 """From so many facts on a run is worth the set-up of quicker products."""
@@ -115,11 +118,13 @@ class Problem:
     """Log-probabilities of the unedited model."""
     size: Float[Tensor, " fact"]
     """‖v₀‖"""
+    apart: bool = False
+    """Whether attention takes the past apart from the strands' own keys (`short_attention`)."""
 
     @cached_property
     def replay(self) -> Replay:
         """The blocks above, on these strands."""
-        return Replay(self.lm, self.run, self.view)
+        return Replay(self.lm, self.run, self.view, apart=self.apart)
 
     def prepare(self) -> None:
         """Make everything that does not depend on δ: a recording would make it again each time."""
@@ -177,8 +182,6 @@ class Problem:
 
         That is so wherever a block adds its MLP's output as it is; some families normalise it.
         """
-        if self.site == "state":
-            return self
         after = self.run.states[self.layer].to(self.hidden.device)
         after = after[self.view.row[:, None], self.view.position]
         probe = torch.ones_like(self.hidden[: len(self.size), 0].float())
@@ -212,7 +215,7 @@ class Problem:
             read_weight=self.read_weight[reads], label=self.label[reads],
             essence_strand=strand_number[self.essence_strand[facts]],
             essence_slot=self.essence_slot[facts], essence_before=self.essence_before[facts],
-            size=self.size[facts],
+            size=self.size[facts], apart=self.apart,
         )  # fmt: skip
 
 
@@ -263,12 +266,33 @@ def pose(
 
 def _lightened(problem: Problem) -> Problem:
     """The problem without what its losses do not need."""
-    with short_attention(problem.hidden.device) as use:
+    if problem.site == "mlp":
         problem = problem.shortened()
+    apart = _takes_short_attention(problem)
     run = replace(problem.run, states=[])
-    if use.seen and multiplies_halves(problem.hidden.dtype):
+    if apart and multiplies_halves(problem.hidden.dtype):
         run = run.halved()  # so that attention need not round them at every step
-    return replace(problem, run=run)
+    return replace(problem, run=run, apart=apart)
+
+
+def _takes_short_attention(problem: Problem) -> bool:
+    """Whether short attention works here: one block is run with it, forwards and backwards.
+
+    This also compiles its kernels, which a recording could not do.
+    """
+    hidden = problem.hidden.detach().requires_grad_()
+    try:
+        with short_attention(hidden.device) as use:
+            if use.possible:
+                with torch.enable_grad():
+                    out = problem.replay(problem.lm.n_layers - 1, hidden)
+                    torch.autograd.grad(out.sum(), hidden)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways; the usual attention is always there
+        log.warning("short attention does not work here (%s); the usual one is used", error)
+        return False
+    return use.seen
 
 
 def _problem(

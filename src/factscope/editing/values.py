@@ -77,7 +77,8 @@ def _descend(
     with ExitStack() as stack:
         above = problem.lm.blocks[problem.layer :]
         stack.enter_context(quick_blocks(above, split_products=split_products))
-        stack.enter_context(short_attention(problem.hidden.device))
+        if problem.apart:
+            stack.enter_context(short_attention(problem.hidden.device))
         batch = torch.arange(len(losses), device=problem.size.device)
         going = torch.ones_like(batch, dtype=torch.bool)
         current, look = problem, _looking(problem)

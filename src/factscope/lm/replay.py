@@ -76,8 +76,8 @@ class Replay:
     axis, and returns the block's output for them.
     """
 
-    def __init__(self, lm: "LM", run: Run, view: View) -> None:
-        self.lm, self.run, self.view = lm, run, view
+    def __init__(self, lm: "LM", run: Run, view: View, *, apart: bool = False) -> None:
+        self.lm, self.run, self.view, self.apart = lm, run, view, apart
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
         self._every_row = torch.equal(view.row, rows)
@@ -129,7 +129,8 @@ class Replay:
         view, run = self.view, self.run
         device = run.keys[layer].device
         rows = slice(None) if self._every_row else view.row.to(device)
-        return _Past(run.keys[layer][rows, :, : view.past], run.values[layer][rows, :, : view.past])
+        keys, values = (x[layer][rows, :, : view.past] for x in (run.keys, run.values))
+        return _Past(keys, values, self.apart)
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
         """The view's mask in the form of the first run's: True to see, or a bias to add."""
@@ -166,13 +167,20 @@ class Replay:
 class _Past:
     """The keys and values left of the strands, in the form of a transformers cache."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: Tensor, values: Tensor, apart: bool) -> None:
+        self.keys, self.values, self.apart = keys, values, apart
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The past and the given keys and values, end to end."""
+        """The past and the given keys and values, end to end.
+
+        Or `apart`: the given ones alone, with a note of the past that `short_attention` reads.
+        """
+        if self.apart:
+            noted: Any = keys
+            noted.past = (self.keys, self.values)
+            return keys, values
         return _joined(self.keys, keys), _joined(self.values, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
