@@ -73,13 +73,15 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 
 
 @torch.no_grad()
-def _perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
+def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = True) -> list[float]:
     """The perplexity of the plain text under each edit."""
     ids = torch.tensor([_plain_ids(lm)], device=lm.device)
-    many = lm.device.type == "cuda" and len(edits) >= MANY
+    many = quickly and lm.device.type == "cuda" and len(edits) >= MANY
     with edited(lm, edits, range(len(edits))), quick_blocks(lm.blocks if many else ()):
         states = lm.model.base_model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
     losses = torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
+    if many and not losses.isfinite().all():  # quick products may have left their range
+        return _perplexities(lm, edits, quickly=False)
     return [x if math.isfinite(x) else math.inf for x in losses.double().exp().tolist()]
 
 

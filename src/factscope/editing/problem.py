@@ -234,34 +234,43 @@ def pose(
 ) -> Posed:
     """One run over every row of the facts, and the problem that it leaves."""
     at_place = search.essence_at == "place"
-    essences = [essence_row(lm, r.fact, token, at_place=at_place) for r in requests]
     rows: list[Row] = []
     owner: list[int] = []
-    for i, (asked, essence) in enumerate(zip(requests, essences, strict=True)):
-        rows += [*asked.rows, essence]
+    for i, asked in enumerate(requests):
+        rows += [*asked.rows, essence_row(lm, asked.fact, token, at_place=at_place)]
         owner += [i] * (len(asked.rows) + 1)
-    ids = padded(rows, lm.device)
-    kept: list[tuple[Tensor, Tensor]] = []
-
-    def keep(x: Tensor, output: Tensor) -> None:
-        kept.append((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
-
-    many = lm.device.type == "cuda" and len(requests) >= MANY
-    with on_pass((lm.mlp_out(layer), keep)), quick_blocks(lm.blocks if many else ()):
-        run = forward(lm, ids)
+    run, keys, values = _run(lm, rows, layer, quickly=len(requests) >= MANY)
     place = torch.tensor([row.place for row in rows])
     number = torch.arange(len(rows))
-    keys, values = (x[number, place].float() for x in kept[0])
+    keys, values = (x[number, place].float() for x in (keys, values))
     if site == "state":
         values = run.states[layer][number, place].float()
-    by_fact = [[i for i in range(len(rows)) if owner[i] == f] for f in range(len(requests))]
-    taught = [mine[:-1] for mine in by_fact]
+    ends = [i for i in range(len(rows)) if i + 1 == len(rows) or owner[i + 1] != owner[i]]
+    taught = [slice(end - len(asked.rows), end) for end, asked in zip(ends, requests, strict=True)]
     problem = _problem(lm, requests, rows, owner, run, layer, site, search, values)
     return Posed(
         problem=_lightened(problem),
         keys=[keys[mine] for mine in taught],
         values=[values[mine] for mine in taught],
     )
+
+
+def _run(
+    lm: "LM", rows: Sequence[Row], layer: int, *, quickly: bool
+) -> tuple[Run, Float[Tensor, "row token key"], Float[Tensor, "row token value"]]:
+    """The rows' run, and what went into and came out of the layer's MLP output weight."""
+    ids = padded(rows, lm.device)
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor, output: Tensor) -> None:
+        kept.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
+
+    quickly = quickly and lm.device.type == "cuda"
+    with on_pass((lm.mlp_out(layer), keep)), quick_blocks(lm.blocks if quickly else ()):
+        run = forward(lm, ids)
+    if quickly and not run.states[-1].isfinite().all():  # quick products left their range
+        return _run(lm, rows, layer, quickly=False)
+    return run, kept[0], kept[1]
 
 
 def _lightened(problem: Problem) -> Problem:

@@ -81,15 +81,15 @@ def _ours(usual: Callable[..., Any], use: Use) -> Callable[..., Any]:
             return usual(module, query, key, value, attention_mask, scaling=scaling, **more)
         use.seen = True
         slots, dim = query.shape[-2:]
-        past_key, past_value = getattr(key, "past", (None, None))
-        if past_key is None:  # end to end already: cut apart
+        past: tuple[Tensor, Tensor] | None = getattr(key, "past", None)
+        if past is None:  # end to end already: cut apart
             cut = key.shape[2] - slots
-            past_key, past_value = key[:, :, :cut], value[:, :, :cut]
+            past = (key[:, :, :cut], value[:, :, :cut])
             key, value = key[:, :, cut:], value[:, :, cut:]
         kind = torch.half if multiplies_halves(query.dtype) else query.dtype
         scale = dim**-0.5 if scaling is None else scaling
         bias = bias_of(attention_mask, kind)
-        return attend(query, key, value, past_key, past_value, bias, scale), None
+        return attend(query, key, value, past[0], past[1], bias, scale), None
 
     return attention
 
