@@ -1,5 +1,9 @@
 """Fixtures: tiny models of every family, and the default model for the few tests that need it."""
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on a CPU; to be said before triton is imported
+
 import pytest
 
 from factscope.lm.model import LM

@@ -1,9 +1,5 @@
 """Attention for short rows says what the library's own does; its kernels run by interpretation."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
 import pytest
 import torch
 
