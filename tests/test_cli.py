@@ -4,9 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,8 @@ from factscope.cli.main import main
 from factscope.facts import Fact
 from factscope.records import KINDS, TraceRecord, read_records
 
-from families import LAYERS, tiny_model
+from commands import Result, Run, runner, saved_model
+from families import LAYERS
 from tokenizers_ import tokenizer
 
 CITY = "The Eiffel Tower is located in the city of"
@@ -26,23 +27,10 @@ FACTS = [
 ]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny GPT-2."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tok = tokenizer("gpt2")
-    tiny_model("gpt2", vocabulary=len(tok), spread=0.05).save_pretrained(folder)
-    tok.save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -50,22 +38,7 @@ def factscope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
     """Run a command in an empty folder, without a network; words come back on single lines."""
-    import huggingface_hub.constants
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-    def run(*words: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["factscope", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        shown = capsys.readouterr()
-        return Result(int(stopped.value.code or 0), shown.out, shown.err)
-
-    return run
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +19,13 @@ from factscope.facts import Fact
 from factscope.lm.load import load
 from factscope.records import EditRecord, read_records
 
-from families import tiny_model
-from tokenizers_ import tokenizer
+from commands import Result, Run, runner, saved_model
 
 CITY, TOWER = "The Eiffel Tower is located in the city of", "The Eiffel Tower"
 RIVER, NILE = "The Nile is located in", "The Nile"
 # At the last token, in small steps: what a random model can be taught without breaking it.
 QUICK = ("--prefix-lengths", "3x2", "--steps", 5, "--rate", 0.1, "--token", "last")
 EIFFEL = (CITY, "--subject", TOWER, "--to", "Rome")
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("models") / "other", spread=0.31)
-
-
-def saved_model(folder: Path, spread: float) -> Path:
-    words = tokenizer("gpt2")
-    tiny_model("gpt2", vocabulary=len(words), spread=spread).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +53,7 @@ def factscope(
     capsys: pytest.CaptureFixture[str],
 ) -> Run:
     """Run a command in an empty folder, without a network; words come back on single lines."""
-    import huggingface_hub.constants
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FACTSCOPE_CACHE", str(cache))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-    def run(*words: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["factscope", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        shown = capsys.readouterr()
-        return Result(int(stopped.value.code or 0), shown.out, shown.err)
-
-    return run
+    return runner(tmp_path, cache, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from factscope.cli.main import main
 from factscope.errors import BadSetting, BadStats, WrongRun
 from factscope.lm.forward import keys_of
 from factscope.lm.load import from_model
@@ -32,6 +31,7 @@ from factscope.stats.moment_file import KIND, load_moment, save_moment
 from factscope.stats.sums import add_products_
 from factscope.stats.text import DataSet, WrittenText, documents, window_of, windows
 
+from commands import Result, Run, runner, saved_model
 from families import LAYERS, VOCABULARY, tiny, tiny_model
 from tokenizers_ import TEXT, tokenizer
 
@@ -549,23 +549,10 @@ def test_the_figure_has_a_line_for_each_layer() -> None:
 # ---- the command line
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny GPT-2."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tok = tokenizer("gpt2")
-    tiny_model("gpt2", vocabulary=len(tok), spread=0.05).save_pretrained(folder)
-    tok.save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -574,19 +561,13 @@ def stats(
     capsys: pytest.CaptureFixture[str],
 ) -> Run:  # fmt: skip
     """`factscope stats` in an empty folder with a text, on the tiny model where it takes one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    factscope = runner(tmp_path, cache, monkeypatch, capsys)
     (tmp_path / "t.txt").write_text(TEXT.replace(".\n", ".\n\n"))
 
     def run(*words: object) -> Result:
         plain = words and words[0] in ("merge", "show", "--help")
         more = () if plain else ("--model", model, "--device", "cpu", "--window", 16)
-        monkeypatch.setattr(sys, "argv", ["factscope", "stats", *map(str, (*words, *more))])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        shown = capsys.readouterr()
-        return Result(int(stopped.value.code or 0), shown.out, shown.err)
+        return factscope("stats", *words, *more)
 
     return run
 

@@ -24,7 +24,7 @@ from factscope.editing.editor import Done, all_of, each_or_error
 from factscope.editing.guard import with_health
 from factscope.editing.layers import check_layer
 from factscope.editing.moments import Moment, settle_moment, told
-from factscope.editing.prefixes import Lengths, write_prefixes
+from factscope.editing.prefixes import Lengths, prefixes_for
 from factscope.editing.problem import ValueSearch, pose
 from factscope.editing.requests import Request, Token, padded, requests_of
 from factscope.editing.rows import edited
@@ -112,11 +112,10 @@ class Memit:
         layers = tuple(check_layer(lm, i) for i in wanted)
         if not layers or list(layers) != sorted(set(layers)):
             raise BadSetting(f"the layers {layers} must go upwards, each once, at least one")
-        prefixes = self.prefixes
-        if prefixes is None:
-            prefixes = write_prefixes(
-                lm, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
-            )
+        bos_counts = self.prefix_bos_counts
+        prefixes = prefixes_for(
+            lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=bos_counts
+        )
         return Ready(
             memit=self,
             lm=lm,

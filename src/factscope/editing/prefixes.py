@@ -13,7 +13,7 @@ from factscope.lm.predict import continue_ids, top_k
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Lengths", "parse_lengths", "read_prefixes", "write_prefixes"]
+__all__ = ["Lengths", "parse_lengths", "prefixes_for", "read_prefixes", "write_prefixes"]
 
 Lengths = tuple[tuple[int, int], ...]
 """(tokens, how many) for each group of prefixes."""
@@ -35,6 +35,18 @@ def write_prefixes(
         rows = continue_ids(lm, [[_first(lm)]] * count, new, choose, stop=False)
         written += [_plain(lm.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
     return tuple(text + JOIN for text in written)
+
+
+def prefixes_for(
+    lm: "LM",
+    given: tuple[str, ...] | None,
+    lengths: Lengths,
+    seed: int,
+    *,
+    bos_counts: bool,
+) -> tuple[str, ...]:
+    """The given prefixes, or those that the model writes."""
+    return write_prefixes(lm, lengths, seed, bos_counts=bos_counts) if given is None else given
 
 
 def read_prefixes(path: Path) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from factscope.editing.guard import with_health
 from factscope.editing.insertion import division_factors, insert, insert_each
 from factscope.editing.layers import Layer, layer_for
 from factscope.editing.moments import Moment, settle_moment, told
-from factscope.editing.prefixes import Lengths, write_prefixes
+from factscope.editing.prefixes import Lengths, prefixes_for
 from factscope.editing.problem import ValueSearch, pose
 from factscope.editing.requests import Request, Token, requests_of
 from factscope.editing.rows import edited
@@ -111,11 +111,10 @@ class Rome:
         """The method on a model, with every default settled."""
         layer = layer_for(lm, self.layer, facts)
         known = rome_defaults(lm)
-        prefixes = self.prefixes
-        if prefixes is None:
-            prefixes = write_prefixes(
-                lm, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
-            )
+        bos_counts = self.prefix_bos_counts
+        prefixes = prefixes_for(
+            lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=bos_counts
+        )
         return Ready(
             rome=self,
             lm=lm,

@@ -1,0 +1,59 @@
+"""Commands run as a user runs them, on a tiny model in a folder."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from factscope.cli.main import main
+
+from families import tiny_model
+from tokenizers_ import tokenizer
+
+__all__ = ["Result", "Run", "runner", "saved_model"]
+
+
+class Result(NamedTuple):
+    """What a command left: its exit code, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+def saved_model(folder: Path, spread: float = 0.05) -> Path:
+    """A folder with a tiny GPT-2."""
+    words = tokenizer("gpt2")
+    tiny_model("gpt2", vocabulary=len(words), spread=spread).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def runner(
+    folder: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
+    """Run commands in a folder, without a network; words come back on single lines."""
+    import huggingface_hub.constants
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(cache))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def run(*words: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["factscope", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        shown = capsys.readouterr()
+        return Result(int(stopped.value.code or 0), shown.out, shown.err)
+
+    return run
