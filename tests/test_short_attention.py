@@ -64,3 +64,21 @@ def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPa
     assert torch.allclose(found, wanted, rtol=1e-5)
     assert (slope - wanted_slope).abs().max() < 1e-4 * wanted_slope.abs().max()
     assert apart == (family not in ("gptj", "gemma2"))
+
+
+def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = text_lm("gpt2")
+    monkeypatch.setattr(short_attention, "_possible", lambda device: True)
+
+    def apart() -> bool:
+        return pose(lm, [request(lm, FACTS[2])], 0, "mlp", "subject-last", FEW).problem.apart
+
+    assert apart()
+    monkeypatch.setattr("factscope.lm.short_kernels.attend", lambda *x: 1.1 * attend(*x))
+    assert not apart()
+
+    def broken(*x: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("factscope.lm.short_kernels.attend", broken)
+    assert not apart()
