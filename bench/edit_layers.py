@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,6 @@ def made(lm: LM, plan: dict, cases: Sequence[Case], stats: Path) -> list[Edit | 
         settings["second_moment"] = [stats]
     made = editor(method, METHODS[plan["method"]], **settings)
     if search:
-        from dataclasses import replace
-
         plain: Any = made
         made = replace(plain, search=replace(plain.search, **search))
     return list(made.attempt(lm, [case.fact for case in cases]))

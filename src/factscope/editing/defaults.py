@@ -35,7 +35,7 @@ class MemitDefaults:
 
 PAPER = "the paper's own settings files"
 EASYEDIT = "EasyEdit's settings files"
-OURS = "swept on the default model (docs/results.md)"
+OURS = "tried on the default model (docs/results.md)"
 
 ROME: dict[Shape, RomeDefaults] = {
     ("gpt2", 24, 1024): RomeDefaults(layer=8, clamp=3.0, why=PAPER),
@@ -60,7 +60,7 @@ MEMIT: dict[Shape, MemitDefaults] = {
 
 DEPTH = 0.18
 """Where a model without a row is edited, as a share of its depth: between GPT-J's 5 of 28 and what
-the sweep of the default model favours."""
+the trials on the default model favour."""
 
 
 def rome_defaults(lm: "LM") -> RomeDefaults:

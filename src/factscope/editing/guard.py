@@ -13,7 +13,7 @@ from factscope.editing.edit import Edit
 from factscope.editing.health import Health
 from factscope.editing.rows import edited
 from factscope.errors import PromptTooLong
-from factscope.lm.quick import quick_blocks
+from factscope.lm.quick import MANY, quick_blocks
 from factscope.lm.tokens import encode
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ school that the council wants to build next year."""
 
 AT_ONCE = 64
 """How many edits' texts are run at once."""
-MANY = 8
-"""From so many on a run is worth the set-up of quicker products."""
 
 
 def with_health(

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.batches import in_batches
 from factscope.editing.defaults import memit_defaults
 from factscope.editing.edit import Change, Dense, Edit, LowRank
 from factscope.editing.editor import Done, all_of, each_or_error
@@ -25,10 +24,10 @@ from factscope.editing.guard import with_health
 from factscope.editing.layers import check_layer
 from factscope.editing.moments import Moment, settle_moment, told
 from factscope.editing.prefixes import Lengths, prefixes_for
-from factscope.editing.problem import ValueSearch, pose
-from factscope.editing.requests import Request, Token, padded, requests_of
+from factscope.editing.problem import ValueSearch
+from factscope.editing.requests import Request, Token, padded
 from factscope.editing.rows import edited
-from factscope.editing.values import Sought, search
+from factscope.editing.values import Sought, search_each
 from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.hooks import on_call, on_output
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = ["PAPER", "Memit", "Ready", "spread"]
-
-Pair = tuple[Request, Sought]
-"""A fact's rows and the state that was found for it."""
 
 FACTS = 32
 """How many facts' rows are looked at in one pass."""
@@ -85,8 +81,8 @@ class Memit:
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm)
-        pairs = all_of(ready.sought(facts, done))
-        return with_health(lm, ready.insert(pairs, [list(range(len(pairs)))]))[0]
+        sought = all_of(ready.sought(facts, done))
+        return with_health(lm, ready.insert(sought, [list(range(len(sought)))]))[0]
 
     def each(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
@@ -100,8 +96,8 @@ class Memit:
         """An edit for each fact alone, or why there is none."""
         ready = self.ready(lm)
 
-        def insert(pairs: list[Pair]) -> list[Edit]:
-            return with_health(lm, ready.insert(pairs, [[i] for i in range(len(pairs))]))
+        def insert(sought: list[Sought]) -> list[Edit]:
+            return with_health(lm, ready.insert(sought, [[i] for i in range(len(sought))]))
 
         return each_or_error(ready.sought(facts, done), insert)
 
@@ -144,24 +140,17 @@ class Ready:
     search: ValueSearch
     moments: list[SecondMoment | None]
 
-    def sought(self, facts: Sequence[Fact], done: Done) -> list[Pair | FactscopeError]:
-        """z of each fact, a state of the last layer, beside its rows."""
-        memit, last = self.memit, self.layers[-1]
+    def sought(self, facts: Sequence[Fact], done: Done) -> list[Sought | FactscopeError]:
+        """z of each fact: a state of the last layer."""
+        memit = self.memit
+        return search_each(
+            self.lm, facts, self.prefixes, self.layers[-1], "state", memit.token, self.search,
+            at_once=memit.at_once, done=done,
+        )  # fmt: skip
 
-        def solve(requests: Sequence[Request], done: Done) -> list[Pair | FactscopeError]:
-            posed = pose(self.lm, requests, last, "state", memit.token, self.search)
-            found = search(posed, [request.fact for request in requests], done)
-            both = zip(requests, found, strict=True)
-            return [z if isinstance(z, FactscopeError) else (request, z) for request, z in both]
-
-        def solve_all(requests: list[Request]) -> list[Pair | FactscopeError]:
-            return in_batches(self.lm, requests, last, solve, at_once=memit.at_once, done=done)
-
-        return each_or_error(requests_of(self.lm, facts, self.prefixes, memit.token), solve_all)
-
-    def insert(self, pairs: Sequence[Pair], groups: list[list[int]]) -> list[Edit]:
+    def insert(self, sought: Sequence[Sought], groups: list[list[int]]) -> list[Edit]:
         """An edit for each group of facts: layer by layer, on top of the change below."""
-        requests, sought = [r for r, _ in pairs], [s for _, s in pairs]
+        requests = [s.request for s in sought]
         z = torch.stack([s.values[0] + s.delta for s in sought])
         edits = [self._empty([sought[i] for i in group]) for group in groups]
         owner = {i: number for number, group in enumerate(groups) for i in group}

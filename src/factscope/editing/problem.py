@@ -20,7 +20,7 @@ from factscope.editing.requests import Request, Row, Token, essence_row, padded
 from factscope.errors import BadSetting
 from factscope.lm.forward import Run, forward
 from factscope.lm.hooks import on_output, on_pass
-from factscope.lm.quick import quick_blocks
+from factscope.lm.quick import MANY, quick_blocks
 from factscope.lm.replay import Replay, View
 from factscope.lm.short_attention import multiplies_halves, short_attention
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Posed", "Problem", "Site", "ValueSearch", "pose"]
 
 log = logging.getLogger(__name__)
-
-MANY = 8
-"""From so many facts on a run is worth the set-up of quicker products."""
 
 Site = Literal["mlp", "state"]
 """Where δ is added: to the MLP's contribution m of a layer (ROME) or to its state h (MEMIT)."""

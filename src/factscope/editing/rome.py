@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.batches import in_batches
 from factscope.editing.defaults import rome_defaults
 from factscope.editing.edit import Change, Edit
 from factscope.editing.editor import Done, all_of, each_or_error
@@ -27,10 +26,10 @@ from factscope.editing.insertion import division_factors, insert, insert_each
 from factscope.editing.layers import Layer, layer_for
 from factscope.editing.moments import Moment, settle_moment, told
 from factscope.editing.prefixes import Lengths, prefixes_for
-from factscope.editing.problem import ValueSearch, pose
-from factscope.editing.requests import Request, Token, requests_of
+from factscope.editing.problem import ValueSearch
+from factscope.editing.requests import Token
 from factscope.editing.rows import edited
-from factscope.editing.values import Sought, search
+from factscope.editing.values import Sought, search_each
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
 from factscope.stats.moment import SecondMoment
@@ -155,17 +154,12 @@ class Ready:
         return with_health(self.lm, [total], [min(factors)])[0]
 
     def sought(self, facts: Sequence[Fact], done: Done) -> list[Sought | FactscopeError]:
-        """The value of each fact, searched in batches."""
-        rome, lm = self.rome, self.lm
-
-        def solve(requests: Sequence[Request], done: Done) -> list[Sought | FactscopeError]:
-            posed = pose(lm, requests, self.layer, "mlp", rome.token, self.search)
-            return search(posed, [request.fact for request in requests], done)
-
-        def solve_all(requests: list[Request]) -> list[Sought | FactscopeError]:
-            return in_batches(lm, requests, self.layer, solve, at_once=rome.at_once, done=done)
-
-        return each_or_error(requests_of(lm, facts, self.prefixes, rome.token), solve_all)
+        """The value of each fact: what the layer's MLP shall put out."""
+        rome = self.rome
+        return search_each(
+            self.lm, facts, self.prefixes, self.layer, "mlp", rome.token, self.search,
+            at_once=rome.at_once, done=done,
+        )  # fmt: skip
 
     def edit(self, sought: Sequence[Sought]) -> tuple[Edit, float]:
         """One edit for all the facts, and its smallest division factor."""

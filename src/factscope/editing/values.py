@@ -10,34 +10,37 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.editor import Done
-from factscope.editing.problem import Posed, Problem
+from factscope.editing.batches import in_batches
+from factscope.editing.editor import Done, each_or_error
+from factscope.editing.problem import Posed, Problem, Site, ValueSearch, pose
+from factscope.editing.requests import Request, Token, requests_of
 from factscope.errors import FactscopeError, NoProgress
 from factscope.facts import Fact
-from factscope.lm.quick import quick_blocks
+from factscope.lm.quick import MANY, quick_blocks
 from factscope.lm.recorded import Recorded
 from factscope.lm.short_attention import short_attention
 
-__all__ = ["Sought", "search"]
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Sought", "search", "search_each"]
 
 SCALE = 2.0**12
 """The loss is scaled by this before its slopes are taken, which brings them into the middle of
 half precision's range (see `lm.products`)."""
-MANY = 8
-"""From so many facts on, computing takes longer than launching, and slopes are left out where
-nothing needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sought:
     """What a search found for one fact."""
 
-    fact: Fact
+    request: Request
     delta: Float[Tensor, " value"]
     values: Float[Tensor, "row value"]
     """What was there before: the value (or state) at the fact's token after each prefix, the bare
@@ -47,9 +50,29 @@ class Sought:
     losses: tuple[float, ...]
     """The loss at each step."""
 
+    @property
+    def fact(self) -> Fact:
+        """The fact that it is for."""
+        return self.request.fact
+
+
+def search_each(
+    lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str], layer: int, site: Site, token: Token,
+    settings: ValueSearch, *, at_once: int | None, done: Done,
+) -> list[Sought | FactscopeError]:  # fmt: skip
+    """The value of each fact, searched in batches; a fact that fails has its error there."""
+
+    def solve(requests: Sequence[Request], done: Done) -> list[Sought | FactscopeError]:
+        return search(pose(lm, requests, layer, site, token, settings), requests, done)
+
+    def solve_all(requests: list[Request]) -> list[Sought | FactscopeError]:
+        return in_batches(lm, requests, layer, solve, at_once=at_once, done=done)
+
+    return each_or_error(requests_of(lm, facts, prefixes, token), solve_all)
+
 
 def search(
-    posed: Posed, facts: Sequence[Fact], done: Done = lambda share: None
+    posed: Posed, requests: Sequence[Request], done: Done = lambda share: None
 ) -> list[Sought | FactscopeError]:
     """Change every δ until its fact is told, or the steps are used up.
 
@@ -61,8 +84,8 @@ def search(
         # Quick products may have left half precision's range; the model's own do not.
         delta, losses = _descend(problem, lambda share: None, split_products=False)
     found = [
-        Sought(fact=f, delta=d, values=v, keys=k, losses=tuple(mine))
-        for f, d, v, k, mine in zip(facts, delta, posed.values, posed.keys, losses, strict=True)
+        Sought(request=r, delta=d, values=v, keys=k, losses=tuple(mine))
+        for r, d, v, k, mine in zip(requests, delta, posed.values, posed.keys, losses, strict=True)
     ]
     return [_trouble(one) or one for one in found]
 

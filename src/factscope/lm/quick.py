@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from factscope.lm.products import available, half_product, split_product
 
-__all__ = ["quick", "quick_blocks"]
+__all__ = ["MANY", "quick", "quick_blocks"]
 
+MANY = 8
+"""From so many facts or texts on, computing takes a GPU longer than launching: set-up then pays."""
 SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
 
