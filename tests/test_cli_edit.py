@@ -646,3 +646,17 @@ def test_the_demo_traces_edits_and_draws(
     assert load_edit(out / "rome.edit").facts == (edited.fact,)
     page = (out / "index.html").read_text()
     assert page.index("Severed graphs") < page.index("Guard rails")
+
+
+def test_memory_that_runs_out_while_asking_is_one_message(
+    edit: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **how: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("factscope.evaluation.before_after.answers", full)
+    result = edit(*EIFFEL, *QUICK, "-o", "rome.edit")
+    assert result.code == 1
+    assert "memory ran out; try --dtype bfloat16" in result.err
+    assert "Traceback" not in result.err
+    assert not Path("rome.edit").exists()

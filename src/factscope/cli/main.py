@@ -13,7 +13,7 @@ from factscope.cli.models import models
 from factscope.cli.report import report
 from factscope.cli.stats import stats
 from factscope.cli.trace import trace
-from factscope.errors import FactscopeError
+from factscope.errors import FactscopeError, OutOfMemory
 
 __all__ = ["app", "main"]
 
@@ -46,10 +46,25 @@ def main() -> None:
     except FactscopeError as error:
         print(f"factscope: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            "factscope: memory ran out; try --dtype bfloat16, --device cpu, or fewer facts, "
+            "prompts or tokens at once",
+            file=sys.stderr,
+        )
+        sys.exit(OutOfMemory.exit_code)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             print("factscope: stopped; the same command goes on from here", file=sys.stderr)
         raise
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    from factscope.tracing.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 if __name__ == "__main__":
