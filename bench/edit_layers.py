@@ -1,7 +1,7 @@
 """Which layer, and which method? ES, PS and NS on CounterFact cases: the table of docs/results.md.
 
     python bench/edit_layers.py --cases counterfact.json.gz --text wikipedia.txt.gz --out all.jsonl
-    python bench/edit_layers.py --out all.jsonl --show
+    python bench/edit_layers.py --out all.jsonl --show --figure edit_layers.png
 
 Second moments of all wanted layers come first, from `--tokens` of the text, kept in `--stats`. A
 plan is one line of the output: what it was, how it scored, how long it took. A plan that is in the
@@ -32,6 +32,7 @@ METHODS = {
     "rome": "default", "rome, paper": "paper", "r-rome": "default", "memit": "default",
     "ft": "default", "ft-l": "default", "attn": "default",
 }  # fmt: skip
+HEAD = ("method", "layer", "other settings", "S", "ES", "PS", "NS", "failed / beyond limits", "s")
 SPAN = 5
 """MEMIT spreads over this many layers, the named one being the last."""
 
@@ -180,6 +181,46 @@ def as_row(row: dict) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def show(args: argparse.Namespace) -> None:
+    """The table, by method and layer, and the figure."""
+    names = ["unedited", *METHODS]
+    rows = [json.loads(line) for line in lines(args.out)]
+    rows = [row for row in rows if args.layers is None or row["layer"] in (None, *args.layers)]
+    rows.sort(key=lambda row: (names.index(row["method"]), row["layer"] or 0))
+    print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD))
+    for row in rows:
+        print(as_row(row))
+    if args.figure:
+        draw(rows, args.figure)
+
+
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """S, ES, PS and NS by layer, a line for each method, with 95 % intervals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = figure.subplots(1, 4, sharey=True)
+    methods = [m for m in METHODS if any(row["method"] == m for row in rows)]
+    for panel, score in zip(panels, ("S", "ES", "PS", "NS"), strict=True):
+        panel.set(title=score, xlabel="layer", ylim=(0, 102))
+        for row in rows:
+            if row["method"] == "unedited":
+                value = row["S"] if score == "S" else row[score][0]
+                panel.axhline(100 * value, color="grey", linewidth=1, linestyle=":")
+        for number, method in enumerate(methods):
+            mine = [row for row in rows if row["method"] == method]
+            x = [row["layer"] for row in mine]
+            found = [(row["S"], 0.0) if score == "S" else row[score] for row in mine]
+            y, half = ([100 * v for v in some] for some in zip(*found, strict=True))
+            color = f"C{number}"
+            panel.plot(x, y, color=color, marker=".", markersize=4, linewidth=1.2, label=method)
+            low, high = ([a + s * b for a, b in zip(y, half, strict=True)] for s in (-1, 1))
+            panel.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+    panels[0].set_ylabel("%")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    figure.savefig(path, dpi=150, metadata={"Software": ""})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=Path)
@@ -196,24 +237,12 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", type=int)
     parser.add_argument("--settings", default="{}", help="JSON, e.g. '{\"search.decay\": 0.01}'")
     parser.add_argument("--show", action="store_true", help="only print the table of --out")
+    parser.add_argument("--figure", type=Path, help="with --show, draw the scores by layer too")
     args = parser.parse_args()
-    if not args.show:
+    if args.show:
+        show(args)
+    else:
         run(args)
-        return
-    head = [
-        "method",
-        "layer",
-        "other settings",
-        "S",
-        "ES",
-        "PS",
-        "NS",
-        "failed / beyond limits",
-        "s",
-    ]
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for line in lines(args.out):
-        print(as_row(json.loads(line)))
 
 
 if __name__ == "__main__":

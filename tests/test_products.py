@@ -1,10 +1,18 @@
 """Products on halves: as exact as they say, and nothing else changes inside `quick`."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from factscope.lm import products
-from factscope.lm.products import STRETCH, half_product, split_product
+from factscope.lm.products import (
+    STRETCH,
+    _side_by_side,
+    _with_ones,
+    half_product,
+    split_product,
+)
 from factscope.lm.quick import SPELLED_OUT, quick
 
 from families import tiny
@@ -86,3 +94,13 @@ def test_gradients_have_that_precision_too(product, error: float) -> None:
     (found,) = torch.autograd.grad(product(weight, bias)(x), x, slope)
     wanted = slope.double() @ weight.double().T
     assert ((found - wanted).abs().max() / wanted.abs().max()).item() < error
+
+
+@pytest.mark.parametrize("form", [_side_by_side, _with_ones])
+@pytest.mark.parametrize("columns", [1, 24, 1030])
+def test_one_kernel_cuts_numbers_as_several_operations_do(
+    form: Callable[..., torch.Tensor], columns: int
+) -> None:
+    x = torch.randn(5, 2 * columns, generator=torch.Generator().manual_seed(0)) * 100
+    for some in (x[:, :columns], x.T[:columns, :5]):  # rows apart, and columns apart
+        assert torch.equal(form(some, fused=True), form(some, fused=False))

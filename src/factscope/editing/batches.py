@@ -1,5 +1,6 @@
 """Many facts in batches: as many at once as memory allows, fewer where it ran out."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -34,7 +35,7 @@ def in_batches(
 ) -> list[T]:
     """Solve every request, those of like length together; results in the order of the requests."""
     order = sorted(range(len(requests)), key=lambda i: _slots(requests[i]))
-    size = at_once or _at_once(lm, requests, layer)
+    size = at_once or _even(len(requests), _at_once(lm, requests, layer))
     results = halving([requests[i] for i in order], size, solve, done)
     by_number = dict(zip(order, results, strict=True))
     return [by_number[i] for i in range(len(requests))]
@@ -101,6 +102,11 @@ class Progress:
         return done
 
 
+def _even(items: int, most: int) -> int:
+    """The size of as few batches as can be, all nearly of one size."""
+    return math.ceil(items / math.ceil(items / most))
+
+
 def _slots(request: Request) -> int:
     """The longest row from the fact's token on."""
     return max(len(row.ids) - row.place for row in request.rows)
@@ -115,7 +121,7 @@ def _at_once(lm: "LM", requests: Sequence[Request], layer: int) -> int:
     largest = max(requests, key=lambda r: _slots(r) * len(r.rows))
     slots = _slots(largest) * (len(largest.rows) + 1)
     tokens = max(len(row.ids) for row in largest.rows) * (len(largest.rows) + 1)
-    kept = slots * (lm.n_layers - layer) * (14 * lm.width + 4 * keys) * item
+    kept = slots * (lm.n_layers - layer) * (10 * lm.width + 3 * keys) * item
     run = tokens * lm.n_layers * 2 * lm.width * item
     logits = 4 * 4 * len(largest.rows) * len(largest.target) * vocabulary
     return max(1, min(MOST, Budget.of(lm, None).bytes // (kept + run + logits)))

@@ -57,6 +57,8 @@ class LowRank:
 
     def norm(self) -> float:
         """The Frobenius norm of ΔW, without making it."""
+        if self.rank == 1:  # the usual case, without the threads that a product would wake
+            return (self.B.double().norm() * self.A.double().norm()).item()
         gram = (self.B.T.double() @ self.B.double()) * (self.A.double() @ self.A.T.double())
         return gram.sum().clamp(min=0).sqrt().item()
 

@@ -31,8 +31,8 @@ between the stalls while their parents talk about the weather, the price of grai
 school that the council wants to build next year."""
 """Says nothing about anyone: an edit of a fact should leave it as likely as it was."""
 
-AT_ONCE = 64
-"""How many edits' texts are run at once."""
+AT_ONCE = 65
+"""How many edits' texts are run at once: 64 and the unedited model."""
 
 
 def with_health(

@@ -274,7 +274,11 @@ def _lightened(problem: Problem) -> Problem:
     """The problem without what its losses do not need."""
     if problem.site == "mlp":
         problem = problem.shortened()
-    apart = _takes_short_attention(problem)
+    form = (problem.hidden.shape, problem.view.past, torch.get_float32_matmul_precision())
+    known = problem.lm.kept.setdefault("takes short attention", {})
+    if form not in known:
+        known[form] = _takes_short_attention(problem)
+    apart = known[form]
     run = replace(problem.run, states=[])
     if apart and multiplies_halves(problem.hidden.dtype):
         run = run.halved()  # so that attention need not round them at every step

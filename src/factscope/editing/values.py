@@ -18,6 +18,7 @@ from torch import Tensor
 
 from factscope.editing.batches import in_batches
 from factscope.editing.editor import Done, each_or_error
+from factscope.editing.kept import keep, kept_for
 from factscope.editing.problem import Posed, Problem, Site, ValueSearch, pose
 from factscope.editing.requests import Request, Token, requests_of
 from factscope.errors import FactscopeError, NoProgress
@@ -34,6 +35,9 @@ __all__ = ["Sought", "search", "search_each"]
 SCALE = 2.0**12
 """The loss is scaled by this before its slopes are taken, which brings them into the middle of
 half precision's range (see `lm.products`)."""
+
+HEAVY = 1.5e11
+"""A block with so many products takes a GPU longer to compute than to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,13 +102,15 @@ def _descend(
     adam = _Adam(problem)
     losses: list[list[float]] = [[] for _ in problem.size]
     with ExitStack() as stack:
-        above = problem.lm.blocks[problem.layer :]
-        stack.enter_context(quick_blocks(above, split_products=split_products))
-        if problem.apart:
-            stack.enter_context(short_attention(problem.hidden.device))
-        batch = torch.arange(len(losses), device=problem.size.device)
+        look = kept_for(problem) if split_products else None
+        if look is None:
+            above = problem.lm.blocks[problem.layer :]
+            stack.enter_context(quick_blocks(above, split_products=split_products))
+            if problem.apart:
+                stack.enter_context(short_attention(problem.hidden.device))
+            look = _looking(problem)
+        current, batch = problem, torch.arange(len(losses), device=problem.size.device)
         going = torch.ones_like(batch, dtype=torch.bool)
-        current, look = problem, _looking(problem)
         for step in range(1, steps + 1):
             begin = time.perf_counter()
             last = step == steps
@@ -126,6 +132,8 @@ def _descend(
                 batch, going = moving, torch.ones_like(moving, dtype=torch.bool)
                 current = problem.only(batch)
                 look = _looking(current)
+        if split_products:
+            keep(current, look)
     return adam.delta, losses
 
 
@@ -151,6 +159,8 @@ class _Adam:
 def _looking(problem: Problem) -> Recorded:
     """The losses at δ and their slopes, as a function of δ."""
     problem.prepare()
+    block = sum(weight.numel() for weight in problem.lm.blocks[-1].parameters())
+    slots = problem.view.position.numel()
 
     def look(delta: Tensor) -> tuple[Tensor, Tensor]:
         delta = delta.detach().requires_grad_()
@@ -159,7 +169,7 @@ def _looking(problem: Problem) -> Recorded:
             slope = torch.autograd.grad(SCALE * losses.sum(), delta)[0]
         return losses.detach(), slope / SCALE
 
-    return Recorded(look)
+    return Recorded(look, pays=slots * block < HEAVY)
 
 
 def _only_losses(problem: Problem, delta: Tensor) -> tuple[Tensor, Tensor]:

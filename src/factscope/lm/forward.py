@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,14 +109,20 @@ def forward(
 
 def _bind(block: torch.nn.Module, calls: list[dict[str, Any]]) -> Callable[..., None]:
     """Note a block's arguments under the names that its `forward` gives them."""
-    signature = inspect.signature(block.forward)
+    signature = _signature(type(block))
 
     def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(block, *args, **kwargs).arguments
+        bound.pop("self")
         rest = bound.pop("kwargs", {})
         calls.append({**bound, **rest})
 
     return note
+
+
+@cache
+def _signature(kind: type[torch.nn.Module]) -> inspect.Signature:
+    return inspect.signature(kind.forward)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """LM: a language model one can look into, whatever its family calls its parts."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,8 @@ class LM:
     """Its fast tokenizer."""
     arch: Arch
     name: str
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What was found out or made for this model and is of use again, under names of its makers."""
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -84,10 +86,15 @@ class LM:
 
     def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits that a state of the last layer stands for."""
-        for path in self.arch.norm:
-            module = _submodule(self.model, path)
-            states = states if module is None else module(states)
+        for norm in self.norms:
+            states = norm(states)
         return self.head(states)
+
+    @cached_property
+    def norms(self) -> list[nn.Module]:
+        """What a state of the last layer passes before the head: the final norm, mostly."""
+        found = [_submodule(self.model, path) for path in self.arch.norm]
+        return [module for module in found if module is not None]
 
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits of a state that the final norm has seen."""

@@ -15,6 +15,8 @@ term is therefore summed in stretches. An input beyond half precision's range (6
 infinite and is seen in the result: whoever uses this looks, and falls back.
 """
 
+import importlib.util
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,6 +26,8 @@ from jaxtyping import Float, Float16
 from torch import Tensor
 
 __all__ = ["available", "half_product", "split_product"]
+
+log = logging.getLogger(__name__)
 
 LIFT = 64.0
 """Weights are multiplied by this power of two, or their low parts would fall below the range."""
@@ -59,11 +63,10 @@ def half_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produc
         factor[depth] = bias
         factor[depth + 1] = bias - factor[depth]
 
+    fused = _fused(weight.device, depth)
+
     def product(x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        halves = torch.empty(len(rows), depth + SPARE, dtype=torch.half, device=x.device)
-        halves[:, :depth] = rows
-        halves[:, depth:] = 1
+        halves = _with_ones(x.flatten(0, -2), fused=fused)
         return _times(halves, factor).view(*x.shape[:-1], width)
 
     def back(slope: Tensor) -> Tensor:
@@ -78,9 +81,10 @@ def split_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produ
     depth, width = weight.shape
     low_high = torch.cat(_split(weight * LIFT)[::-1])
     low, high = low_high[:depth], low_high[depth:]
+    fused = _fused(weight.device, depth) and _fused(weight.device, width)
 
     def product(x: Tensor) -> Tensor:
-        both = _side_by_side(x.flatten(0, -2))
+        both = _side_by_side(x.flatten(0, -2), fused=fused)
         total = _plus_times(bias, both, low_high)  # the two small terms at once
         for i in range(0, depth, STRETCH):
             end = min(depth, i + STRETCH)
@@ -88,7 +92,7 @@ def split_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produ
         return total.view(*x.shape[:-1], width)
 
     def back(slope: Tensor) -> Tensor:
-        both = _side_by_side(slope.flatten(0, -2))
+        both = _side_by_side(slope.flatten(0, -2), fused=fused)
         total = _plus_times(None, both[:, width:], high.T)
         _add_times(total, both[:, :width], low.T)
         _add_times(total, both[:, :width], high.T)
@@ -129,13 +133,55 @@ def _split(x: Float[Tensor, "row column"]) -> tuple[Float16[Tensor, "row column"
     return high, low
 
 
-def _side_by_side(x: Float[Tensor, "row column"]) -> Float16[Tensor, "row two_columns"]:
+def _side_by_side(
+    x: Float[Tensor, "row column"], *, fused: bool
+) -> Float16[Tensor, "row two_columns"]:
     """The same two halves, beside each other in one matrix."""
     rows, columns = x.shape
     both = torch.empty(rows, 2 * columns, dtype=torch.half, device=x.device)
-    both[:, :columns] = x
-    torch.sub(x, both[:, :columns], out=both[:, columns:])
+    if fused:
+        _halves_into(x, both, low=True)
+    else:
+        both[:, :columns] = x
+        torch.sub(x, both[:, :columns], out=both[:, columns:])
     return both
+
+
+def _with_ones(x: Float[Tensor, "row column"], *, fused: bool) -> Float16[Tensor, "row wider"]:
+    """The half nearest to each number, and the ones that the bias is multiplied with."""
+    rows, columns = x.shape
+    halves = torch.empty(rows, columns + SPARE, dtype=torch.half, device=x.device)
+    if fused:
+        _halves_into(x, halves, low=False)
+    else:
+        halves[:, :columns] = x
+        halves[:, columns:] = 1
+    return halves
+
+
+def _halves_into(x: Tensor, out: Tensor, *, low: bool) -> None:
+    from factscope.lm.half_kernels import halves_into
+
+    halves_into(x, out, low=low)
+
+
+@cache
+def _fused(device: torch.device, columns: int) -> bool:
+    """Whether one kernel cuts rows of that length as several operations do; this compiles it."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    x = torch.linspace(-3, 3, 2 * columns, device=device).view(2, columns)
+    x[1, -1] = 1e6  # beyond half precision's range: both must say so
+    try:
+        return all(
+            torch.equal(form(x, fused=True), form(x, fused=False))
+            for form in (_side_by_side, _with_ones)
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways; torch's operations are always there
+        log.info("halves are not cut by one kernel: %s", error)
+        return False
 
 
 MIXED: Any = {"out_dtype": torch.float32}

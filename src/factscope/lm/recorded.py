@@ -20,13 +20,15 @@ class Recorded:
     """A function of one tensor: the first call records it, every call plays it.
 
     The function must do the same operations on tensors of the same shape whatever the numbers
-    are. What a played call returns is overwritten by the next. On a CPU, and where recording
-    fails, every call runs it.
+    are. What a played call returns is overwritten by the next. On a CPU, where recording does not
+    pay and where it fails, every call runs it.
     """
 
-    def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], tuple[Tensor, ...]], *, pays: bool = True
+    ) -> None:
         self.function = function
-        self.tried = False
+        self.tried = not pays
         self.cost = 0.0
         """Seconds that recording took."""
         self.graph: torch.cuda.CUDAGraph | None = None

@@ -108,6 +108,11 @@ class Replay:
             first = self.run.calls[layer].get("attention_mask")
             self._mask(first, copies, hidden if first is None else first)
 
+    @property
+    def masks(self) -> list[Tensor]:
+        """The masks that were made so far."""
+        return list(self._masks.values())
+
     def _again(self, name: str, value: Any, layer: int, copies: int) -> Any:
         """An argument of the first call, cut and widened to the strands."""
         if name == "attention_mask" and value is not None:

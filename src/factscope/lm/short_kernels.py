@@ -10,7 +10,6 @@ a CPU, by triton's interpreter.
 # What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import inspect
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from factscope.lm.half_kernels import kernel
+
 __all__ = ["attend"]
 
 BLOCK = 32
 """How much of the past is looked at in one go."""
+PRODUCTS: tl.constexpr = tl.constexpr("tf32x3")
+"""How single precision is multiplied: as three products on tensor cores, nearly exact."""
 KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-def _kernel(function: Any) -> Any:
-    """A function for the GPU: itself, also where a checker of types has wrapped it."""
-    return triton.jit(inspect.unwrap(function))
 
 
 def attend(
@@ -105,10 +103,11 @@ def _sizes(
         "SLOTS": max(16, triton.next_power_of_2(slots)),
         "DIM": max(16, triton.next_power_of_2(dim)),
         "BLOCK": BLOCK, "KIND": KINDS[bias.dtype],
+        "num_warps": 1 if slots <= 16 and bias.dtype != torch.float32 else 4,
     }  # fmt: skip
 
 
-@_kernel
+@kernel
 def _tile(start, first, stride, rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
     """A tile of a matrix from its row `first` on, zeros where it ends."""
     r = first + tl.arange(0, ROWS)
@@ -117,7 +116,7 @@ def _tile(start, first, stride, rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr
     return tl.load(start + r[:, None] * stride + d[None, :], mask=inside, other=0.0)
 
 
-@_kernel
+@kernel
 def _scores(q, k, bias, stride, first, slots, tokens, scale,
             SLOTS: tl.constexpr, TOKENS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """q kᵀ · scale + bias for a tile of keys; -∞ beyond the last."""
@@ -125,11 +124,11 @@ def _scores(q, k, bias, stride, first, slots, tokens, scale,
     t = tl.arange(0, TOKENS)
     inside = (s < slots)[:, None] & (t < tokens)[None, :]
     b = tl.load(bias + s[:, None] * stride + first + t[None, :], mask=inside, other=0.0)
-    product = tl.dot(q.to(KIND), tl.trans(k.to(KIND)), input_precision="ieee")
+    product = tl.dot(q.to(KIND), tl.trans(k.to(KIND)), input_precision=PRODUCTS)
     return tl.where((t < tokens)[None, :], product * scale + b, float("-inf"))
 
 
-@_kernel
+@kernel
 def _forward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
@@ -147,19 +146,19 @@ def _forward(
     most = tl.max(score, 1)
     weight = tl.exp(score - most[:, None])
     total = tl.sum(weight, 1)
-    result = tl.dot(weight.to(KIND), v.to(KIND), input_precision="ieee")
+    result = tl.dot(weight.to(KIND), v.to(KIND), input_precision=PRODUCTS)
     past_key += row * pk_row + of * pk_head
     past_value += row * pv_row + of * pv_head
-    for first in range(0, past, BLOCK):
-        k = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
-        v = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
-        score = _scores(q, k, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
-        new = tl.maximum(most, tl.max(score, 1))
+    for first in range(0, past, BLOCK):  # other names: a loop may not change a tile's shape
+        pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
+        pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
+        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
+        new = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp(most - new)
-        weight = tl.exp(score - new[:, None])
-        total = total * shrink + tl.sum(weight, 1)
+        weights = tl.exp(scores - new[:, None])
+        total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None] + tl.dot(
-            weight.to(KIND), v.to(KIND), input_precision="ieee"
+            weights.to(KIND), pv.to(KIND), input_precision=PRODUCTS
         )
         most = new
     s = tl.arange(0, SLOTS)
@@ -170,7 +169,7 @@ def _forward(
     tl.store(sums + (row * heads + head) * slots + s, most + tl.log(total), mask=s < slots)
 
 
-@_kernel
+@kernel
 def _backward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
@@ -192,21 +191,21 @@ def _backward(
     bias += row * b_row + head * b_head
     score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
     weight = tl.exp(score - sum[:, None])
-    pull = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision="ieee")
+    pull = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision=PRODUCTS)
     move = weight * (pull - mean[:, None])
-    dv = tl.dot(tl.trans(weight.to(KIND)), g.to(KIND), input_precision="ieee")
-    dk = tl.dot(tl.trans(move.to(KIND)), q.to(KIND), input_precision="ieee") * scale
-    dq = tl.dot(move.to(KIND), k.to(KIND), input_precision="ieee")
+    dv = tl.dot(tl.trans(weight.to(KIND)), g.to(KIND), input_precision=PRODUCTS)
+    dk = tl.dot(tl.trans(move.to(KIND)), q.to(KIND), input_precision=PRODUCTS) * scale
+    dq = tl.dot(move.to(KIND), k.to(KIND), input_precision=PRODUCTS)
     past_key += row * pk_row + of * pk_head
     past_value += row * pv_row + of * pv_head
     for first in range(0, past, BLOCK):
-        k = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
-        v = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
-        score = _scores(q, k, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
-        weight = tl.exp(score - sum[:, None])
-        pull = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision="ieee")
-        move = weight * (pull - mean[:, None])
-        dq += tl.dot(move.to(KIND), k.to(KIND), input_precision="ieee")
+        pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
+        pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
+        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
+        weights = tl.exp(scores - sum[:, None])
+        pulls = tl.dot(g.to(KIND), tl.trans(pv.to(KIND)), input_precision=PRODUCTS)
+        moves = weights * (pulls - mean[:, None])
+        dq += tl.dot(moves.to(KIND), pk.to(KIND), input_precision=PRODUCTS)
     d = tl.arange(0, DIM)
     at = here + s[:, None] * heads * dim + d[None, :]
     inside = (s < slots)[:, None] & (d < dim)[None, :]

@@ -43,7 +43,9 @@ class Budget:
         if bound is not None:
             return cls(bound)
         if lm.device.type == "cuda":
-            return cls(int(torch.cuda.mem_get_info(lm.device)[0] * 0.6))
+            free = torch.cuda.mem_get_info(lm.device)[0]
+            free += torch.cuda.memory_reserved(lm.device) - torch.cuda.memory_allocated(lm.device)
+            return cls(int(free * 0.6))
         return cls(2**29)
 
     def half(self) -> "Budget":

@@ -1,0 +1,83 @@
+"""A kept search looks at the next fact as a fresh one does, as long as nothing else changed."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from factscope.editing.kept import NAME, Kept, kept_for
+from factscope.editing.problem import Problem, pose
+from factscope.editing.requests import request
+from factscope.editing.values import _looking
+from factscope.facts import Fact
+from factscope.lm.hooks import on_output
+from factscope.lm.model import LM
+from test_rome import FEW, PREFIXES, text_lm
+
+FIRST = Fact(subject="The Eiffel Tower", prompt="{} is in", target="Rome")
+SAME_SHAPE = Fact(subject="The Tower Eiffel", prompt="{} in is", target="Peru")
+
+
+def posed(lm: LM, fact: Fact, layer: int = 0) -> Problem:
+    return pose(lm, [request(lm, fact, PREFIXES)], layer, "mlp", "subject-last", FEW).problem
+
+
+def looked(problem: Problem, look: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+    delta = torch.full((1, problem.hidden.shape[-1]), 0.05)
+    return (look or _looking(problem))(delta)  # pyright: ignore
+
+
+def keep(lm: LM, fact: Fact) -> Kept:
+    problem = posed(lm, fact)
+    lm.kept[NAME] = Kept.of(problem, _looking(problem))
+    return lm.kept[NAME]
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "gptj", "gemma2", "bloom", "falcon, alibi", "opt", "gpt_neo"]
+)
+def test_it_looks_at_another_fact_as_a_fresh_one_does(family: str) -> None:
+    lm = text_lm(family)
+    first = looked(posed(lm, FIRST))
+    keep(lm, FIRST)
+    problem = posed(lm, SAME_SHAPE)
+    wanted = looked(posed(lm, SAME_SHAPE))
+    look = kept_for(problem)
+    assert look is not None
+    for found, right in zip(looked(problem, look), wanted, strict=True):
+        assert torch.equal(found, right)
+    assert not torch.allclose(wanted[0], first[0])
+
+
+def test_another_shape_is_not_taken() -> None:
+    lm = text_lm("gpt2")
+    keep(lm, FIRST)
+    assert kept_for(posed(lm, replace(FIRST, prompt="{} is in the"))) is None
+    assert kept_for(posed(lm, FIRST, layer=1)) is None
+    assert kept_for(posed(lm, FIRST)) is not None
+
+
+def test_weights_above_that_changed_are_noticed() -> None:
+    lm = text_lm("gpt2")
+    keep(lm, FIRST)
+    with torch.no_grad():
+        lm.mlp_weight(0).mul_(1.5)  # the edited layer itself is not replayed
+    assert kept_for(posed(lm, FIRST)) is not None
+    weight = lm.mlp_weight(2)
+    weight.data[0, 0] += 1.0  # autograd does not count this one
+    assert kept_for(posed(lm, FIRST)) is None
+    keep(lm, FIRST)
+    with torch.no_grad():
+        weight[0, 0] = -weight[0, 0]  # and this one leaves every norm as it was
+    assert kept_for(posed(lm, FIRST)) is None
+
+
+def test_a_hook_above_forbids_it() -> None:
+    lm = text_lm("gpt2")
+    keep(lm, FIRST)
+    problem = posed(lm, FIRST)
+    with ExitStack() as stack:
+        stack.enter_context(on_output((lm.mlp_out(2), lambda x: x * 2)))
+        assert kept_for(problem) is None
+    assert kept_for(problem) is not None
