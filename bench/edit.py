@@ -41,6 +41,7 @@ class Words:
 
     is_fast = True
     bos_token_id = eos_token_id = 0
+    eos_token = ""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary

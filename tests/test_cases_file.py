@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from factscope.data.cases_file import read_cases
+from factscope.data.zsre import read_zsre
 from factscope.errors import BadFact
 from factscope.facts import Case, Fact
 
@@ -49,6 +50,7 @@ def test_counterfact_as_it_is(tmp_path: Path) -> None:
         neighbours=("Porsche 550, developed by", "Porsche 804 is created by"),
         attributes=("Honda Bali is produced by",),
         generations=("Porsche 911 is sold by",),
+        target_id="Q9584",
     )
 
 
@@ -74,6 +76,71 @@ def test_easyedits_condensed_counterfact(tmp_path: Path) -> None:
     assert (case.paraphrases, case.neighbours) == (("She speaks",), ("Michel Rocard speaks",))
 
 
+ZSRE = {"subject": "Call the Doctor", "src": "What artist created Call the Doctor?",
+        "pred": "Riders in the Sky", "rephrase": "Which artist created Call the Doctor?",
+        "alt": "The X-Files", "answers": ["Sleater-Kinney", "S-K"],
+        "loc": "nq question: who sang white wedding", "loc_ans": "Billy Idol"}  # fmt: skip
+
+
+def test_zsre_as_the_paper_asks_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "zsre.json", ZSRE)
+    [case] = read_zsre(path).cases
+    assert case == Case(
+        fact=Fact(
+            subject="Call the Doctor",
+            prompt="What artist created {}?",
+            target="Sleater-Kinney",
+            id="0",
+        ),
+        paraphrases=("Which artist created Call the Doctor?",),
+        neighbours=("nq question: who sang white wedding?",),
+        neighbour_answers=("Billy Idol",),
+    )
+    assert read_cases(path).cases == (case,)
+
+
+def test_one_file_may_mix_formats(tmp_path: Path) -> None:
+    path = written(tmp_path / "mixed.jsonl", COUNTERFACT, ZSRE, OWN)
+    assert [case.fact.id for case in read_cases(path).cases] == ["18", "1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"subject": "Oslo"}, "'Oslo' is not in the prompt"),
+        ({"subject": None}, "'subject' is None"),
+        ({"src": ""}, "'src' is ''"),
+        ({"answers": []}, "'answers' is []"),
+        ({"answers": [" "]}, "'answers' is ' '"),
+        ({"answers": "Sleater-Kinney"}, "must be a list"),
+        ({"rephrase": 3}, "'rephrase' is 3"),
+        ({"loc": None}, "'loc' is None"),
+        ({"loc_ans": ""}, "'loc_ans' is ''"),
+    ],
+)
+def test_a_broken_record_of_zsre_is_named(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path = written(tmp_path / "zsre.jsonl", ZSRE, {**ZSRE, **change})
+    for read in (read_zsre, read_cases):
+        file = read(path)
+        assert len(file.cases) == 1
+        [problem] = file.problems
+        assert problem.startswith("zsre.jsonl, line 2: ")
+        assert words in problem
+
+
+def test_other_records_are_not_of_zsre(tmp_path: Path) -> None:
+    with pytest.raises(BadFact, match=r"a record of zsRE has src"):
+        read_zsre(written(tmp_path / "mine.jsonl", OWN, "Oslo"))
+
+
+def test_neighbours_with_answers_of_their_own(tmp_path: Path) -> None:
+    own = {**OWN, "neighbour_answers": ["Norway"]}
+    [case] = read_cases(written(tmp_path / "mine.jsonl", own)).cases
+    assert case.neighbour_answers == ("Norway",)
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "no new object": ({**OWN, "to": None}, "'to' is missing"),
     "empty new object": ({**OWN, "to": "  "}, "'to' is missing"),
@@ -83,6 +150,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "subject not there": ({**OWN, "subject": "Rome"}, "'Rome'"),
     "paraphrases are numbers": ({**OWN, "paraphrases": [1]}, "'paraphrases' is [1]"),
     "an empty neighbour": ({**OWN, "neighbours": [""]}, "'neighbours'"),
+    "answers without neighbours": ({**OWN, "neighbour_answers": ["a", "b"]}, "2 answers for 1"),
     "lists in an object": ({**OWN, "neighbours": {"a": "b"}}, "must be a list of texts"),
     "a word": ("Oslo", "must be an object"),
     "requested_rewrite is a word": ({"requested_rewrite": "Oslo"}, "requested_rewrite"),

@@ -149,6 +149,7 @@ def test_layer_1_is_not_layer_11(tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model(
         "gpt2", vocab_size=100, n_embd=8, n_layer=12, n_head=2, n_positions=16
     )
+    torch.manual_seed(1)  # some draws of so small a model amplify rounding a hundredfold
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     twin = AutoModelForCausalLM.from_config(config).eval()
     twin.load_state_dict(model.state_dict())

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from factscope.analysis.metrics import summaries
+    from factscope.data.cases_file import read_cases
     from factscope.editing.edit import Edit
     from factscope.editing.finetune import FineTune
     from factscope.editing.ledger import edits_in
@@ -16,10 +18,17 @@ if TYPE_CHECKING:
     from factscope.editing.rome import Rome
     from factscope.editing.rows import edited
     from factscope.errors import FactscopeError
+    from factscope.evaluation.protocols import Evaluation
     from factscope.facts import Case, Fact
     from factscope.lm.load import from_model, load
     from factscope.lm.model import LM
-    from factscope.records import TraceRecord, read_records, write_records
+    from factscope.records import (
+        CaseRecord,
+        TraceRecord,
+        read_case_records,
+        read_records,
+        write_records,
+    )
     from factscope.stats.moment import SecondMoment
     from factscope.tracing.corrupt import Corruption
     from factscope.tracing.discover import find_known
@@ -30,8 +39,10 @@ __all__ = [
     "LM",
     "PRESETS",
     "Case",
+    "CaseRecord",
     "Corruption",
     "Edit",
+    "Evaluation",
     "Fact",
     "FactscopeError",
     "FineTune",
@@ -46,13 +57,18 @@ __all__ = [
     "find_known",
     "from_model",
     "load",
+    "read_case_records",
+    "read_cases",
     "read_records",
+    "summaries",
     "trace",
     "trace_many",
     "write_records",
 ]
 
 _HOMES = {
+    "factscope.analysis.metrics": ("summaries",),
+    "factscope.data.cases_file": ("read_cases",),
     "factscope.editing.edit": ("Edit",),
     "factscope.editing.finetune": ("FineTune",),
     "factscope.editing.ledger": ("edits_in",),
@@ -61,10 +77,17 @@ _HOMES = {
     "factscope.editing.rome": ("Rome",),
     "factscope.editing.rows": ("edited",),
     "factscope.errors": ("FactscopeError",),
+    "factscope.evaluation.protocols": ("Evaluation",),
     "factscope.facts": ("Case", "Fact"),
     "factscope.lm.load": ("from_model", "load"),
     "factscope.lm.model": ("LM",),
-    "factscope.records": ("TraceRecord", "read_records", "write_records"),
+    "factscope.records": (
+        "CaseRecord",
+        "TraceRecord",
+        "read_case_records",
+        "read_records",
+        "write_records",
+    ),
     "factscope.stats.moment": ("SecondMoment",),
     "factscope.tracing.corrupt": ("Corruption",),
     "factscope.tracing.discover": ("find_known",),

@@ -4,11 +4,13 @@ FactscopeError            a run failed (exit code 1)
 ├── NoProgress            a search that did not find what it looked for
 ├── UnsafeEdit            an edit beyond the guard rails
 ├── OutOfMemory           more than the device holds, even in the smallest pieces
+├── RunStopped            a run that could not go on, as when the disk is full; it can be taken up
 └── BadInput              what was asked for cannot be done as asked (exit code 2)
     ├── BadFact           empty prompt, no place for the subject, a broken line in a facts file
     │   ├── SubjectNotFound
     │   └── PromptTooLong
     ├── BadSetting        a flag or setting outside its range
+    ├── NoData            no such data set, or none here and none that can be fetched
     ├── UnknownModel      no such short name, folder, file or hub id
     ├── UnknownFamily     no row for this model family in `lm.arch.ARCHS`
     ├── BadModelFile      a GGUF or checkpoint that cannot be read, or is not what its row says
@@ -32,10 +34,12 @@ __all__ = [
     "BadSetting",
     "BadStats",
     "FactscopeError",
+    "NoData",
     "NoNetwork",
     "NoProgress",
     "OutOfMemory",
     "PromptTooLong",
+    "RunStopped",
     "SubjectNotFound",
     "UnknownFamily",
     "UnknownModel",
@@ -63,6 +67,10 @@ class OutOfMemory(FactscopeError):
     """More than the device holds, even in the smallest pieces."""
 
 
+class RunStopped(FactscopeError):
+    """A run that could not go on; the same command takes it up again."""
+
+
 class BadInput(FactscopeError):
     """Something the user gave cannot be used as it is."""
 
@@ -83,6 +91,10 @@ class PromptTooLong(BadFact):
 
 class BadSetting(BadInput):
     """A flag or setting outside its range."""
+
+
+class NoData(BadInput):
+    """A data set that does not exist, or is not here and cannot be fetched."""
 
 
 class UnknownModel(BadInput):

@@ -88,10 +88,23 @@ class Case:
     """Other ways to ask the same: the new object should follow."""
     neighbours: tuple[str, ...] = ()
     """The same question of other subjects with the true object: it should stay."""
+    neighbour_answers: tuple[str, ...] = ()
+    """What the neighbours are answered with, where it is not the true object."""
     attributes: tuple[str, ...] = ()
     """The same question of subjects that have the new object already."""
     generations: tuple[str, ...] = ()
     """Openings about the subject, to be continued at length."""
+    neighbour_answers: tuple[str, ...] = ()
+    """What the neighbours are answered with, where it is not the true object; one for each."""
+    target_id: str | None = None
+    """The Wikidata id of the new object, where it is known."""
+
+    def __post_init__(self) -> None:
+        if self.neighbour_answers and len(self.neighbour_answers) != len(self.neighbours):
+            raise BadFact(
+                f"{len(self.neighbour_answers)} answers for {len(self.neighbours)} neighbours; "
+                "give one for each, or none"
+            )
 
 
 def occurrences(text: str, subject: str) -> list[int]:

@@ -1,14 +1,15 @@
-"""factscope data: facts to work with."""
+"""factscope data: facts to work with, where they are and how to get them."""
 
 import json as json_module
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from factscope.cli.data_build import build_counterfact, show_composition
 from factscope.cli.options import Device, Dtype, Json, Model
-from factscope.cli.show import doing, notes, print_json, progress, results
+from factscope.cli.show import doing, notes, print_json, progress, results, working
 
 if TYPE_CHECKING:
     from factscope.facts import Fact
@@ -17,10 +18,93 @@ __all__ = ["data"]
 
 data = typer.Typer(help="Facts to work with.", no_args_is_help=True)
 
+data.command("build-counterfact")(build_counterfact)
+data.command("composition")(show_composition)
+
 
 @data.callback()
 def _data() -> None:
     """Facts to work with."""
+
+
+@data.command("list")
+def list_(json: Json = False) -> None:
+    """List the data sets: what they are, where they are, and how many records they have."""
+    with doing("counting records"):
+        rows = [_row(name) for name in _names()]
+    if json:
+        print_json({"data_sets": rows})
+    else:
+        _show(rows)
+
+
+@data.command("get")
+def get(
+    name: Annotated[str, typer.Argument(help="A data set of `factscope data list`.")],
+    sha256: Annotated[
+        str | None, typer.Option(help="The SHA-256 that the fetched file must have.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Fetch a data set into the cache, unless it is here, and print where it is."""
+    from factscope.data.find import find
+
+    with working(f"fetching {name}") as done:
+        so_far = 0
+
+        def share(now: int, total: int | None) -> None:
+            nonlocal so_far
+            if total:
+                done((now - so_far) / total)
+            so_far = now
+
+        path = find(name, sha256=sha256, progress=share)
+    if json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        results.print(str(path), soft_wrap=True)
+
+
+def _names() -> list[str]:
+    from factscope.data.find import DATA_SETS
+
+    return list(DATA_SETS)
+
+
+def _row(name: str) -> dict[str, Any]:
+    """What is to say of a data set; `from` is where it is, or how it can be had."""
+    from factscope.data.count import count_records
+    from factscope.data.find import DATA_SETS, located
+
+    data, found = DATA_SETS[name], located(name)
+    return {
+        "name": name,
+        "what": data.what,
+        "from": found.origin if found else "to fetch" if data.sha256 else "by hand",
+        "path": str(found.path) if found else None,
+        "records": count_records(found.path) if found else None,
+        "download_bytes": data.size,
+        "url": data.url,
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("name", "what", "records", "from", box=box.SIMPLE)
+    for row in rows:
+        size = f" ({row['download_bytes'] / 1e6:,.1f} MB)" if row["from"] == "to fetch" else ""
+        count = "" if row["records"] is None else f"{row['records']:,}"
+        table.add_row(row["name"], row["what"], count, row["from"] + size)
+    results.print(table)
+    for row in rows:
+        if row["path"]:
+            results.print(f"{row['name']}: {row['path']}", soft_wrap=True)
+    results.print(
+        "`factscope data get NAME` fetches one; FACTSCOPE_DATA names a folder of your own",
+        soft_wrap=True,
+    )
 
 
 @data.command("find-known")

@@ -12,7 +12,7 @@ from factscope.errors import BadSetting
 if TYPE_CHECKING:
     from factscope.editing.editor import Editor
 
-__all__ = ["editor_of", "prefixes_of", "second_moment_of"]
+__all__ = ["check_token", "editor_of", "prefixes_of", "second_moment_of"]
 
 
 def _method(text: str, *names: str) -> Any:
@@ -97,7 +97,7 @@ def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
     if "layer" in said:
         said |= _layers(method, said.pop("layer"), many="layers" in known)
     if "token" in said:
-        _check_token(said["token"])
+        check_token(said["token"])
     within = {field.name for field in fields(base.search)} if "search" in known else set()
     unknown = [name for name in said if name not in known | within]
     if unknown:
@@ -136,11 +136,12 @@ def _layers(method: str, word: str, *, many: bool) -> dict[str, Any]:
     return {"layer": found[0]}
 
 
-def _check_token(token: str) -> None:
+def check_token(token: str, flag: str = "--token") -> None:
+    """A token that can be written at."""
     from factscope.editing.requests import Token
 
     if token not in get_args(Token):
-        raise BadSetting(f"--token {token!r} is not one of {', '.join(get_args(Token))}")
+        raise BadSetting(f"{flag} {token!r} is not one of {', '.join(get_args(Token))}")
 
 
 def second_moment_of(stats: list[Path] | None, without: bool) -> Any:

@@ -6,38 +6,65 @@ from typing import TYPE_CHECKING, Any
 
 from factscope.cli.show import doing, notes, progress
 from factscope.cli.stats import ENOUGH
+from factscope.errors import BadSetting, FactscopeError
 
 if TYPE_CHECKING:
     from factscope.editing.editor import Editor
     from factscope.facts import Fact
     from factscope.lm.model import LM
 
-__all__ = ["with_statistics"]
+__all__ = ["each_with_statistics", "with_statistics"]
 
 
 def with_statistics(lm: "LM", editor: "Editor", facts: "Sequence[Fact]") -> "Editor":
     """The editor with its layers settled, and statistics of them collected where there are none."""
+    from factscope.editing.editor import all_of
+
+    return all_of(each_with_statistics(lm, [editor], facts))[0]
+
+
+def each_with_statistics(
+    lm: "LM", editors: "Sequence[Editor]", facts: "Sequence[Fact]"
+) -> "list[Editor | FactscopeError]":
+    """The same for several editors, or why one cannot be had; what is missing comes in one pass."""
     from factscope.stats.find import moment_for
 
-    if getattr(editor, "second_moment", None) != "find":
-        return editor
-    settled, layers = _settled(lm, editor, facts)
-    missing = [layer for layer in layers if moment_for(lm, layer) is None]
+    settled: list[Editor | FactscopeError] = []
+    layers: set[int] = set()
+    known: dict[Any, int] = {}
+    for editor in editors:
+        if getattr(editor, "second_moment", None) != "find":
+            settled.append(editor)
+            continue
+        try:
+            made, mine = _settled(lm, editor, facts, known)
+            layers |= set(mine)
+            settled.append(made)
+        except BadSetting as error:
+            settled.append(error)
+    missing = [layer for layer in sorted(layers) if moment_for(lm, layer) is None]
     if missing:
         _collect(lm, missing)
     return settled
 
 
-def _settled(lm: "LM", editor: Any, facts: "Sequence[Fact]") -> "tuple[Editor, Sequence[int]]":
-    """The layers that the editor will write into, and the editor that says so."""
+def _settled(
+    lm: "LM", editor: Any, facts: "Sequence[Fact]", known: dict[Any, int]
+) -> "tuple[Editor, Sequence[int]]":
+    """The layers that the editor will write into, and the editor that says so.
+
+    `known` keeps the layers found, since a trace for each editor would be dear.
+    """
     from factscope.editing.defaults import memit_defaults
     from factscope.editing.layers import check_layer, layer_for
 
     if hasattr(editor, "layers"):
         layers = tuple(check_layer(lm, n) for n in editor.layers or memit_defaults(lm).layers)
         return replace(editor, layers=layers), layers
-    with doing("finding the layer"):
-        layer = layer_for(lm, editor.layer, facts)
+    if editor.layer not in known:
+        with doing("finding the layer"):
+            known[editor.layer] = layer_for(lm, editor.layer, facts)
+    layer = known[editor.layer]
     return replace(editor, layer=layer), [layer]
 
 

@@ -8,10 +8,13 @@ import typer
 from factscope.cli.data import data
 from factscope.cli.demo import demo
 from factscope.cli.edit import edit
+from factscope.cli.evaluate import evaluate
 from factscope.cli.generate import generate
 from factscope.cli.models import models
+from factscope.cli.recipe import recipe
 from factscope.cli.report import report
 from factscope.cli.stats import stats
+from factscope.cli.sweep import sweep
 from factscope.cli.trace import trace
 from factscope.errors import FactscopeError, OutOfMemory
 
@@ -25,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(trace)
+app.command()(evaluate)
+app.command()(sweep)
+app.command()(recipe)
 app.command()(report)
 app.command()(generate)
 app.command()(models)

@@ -1,7 +1,7 @@
-"""factscope report: figures, tables and a page from a run's records."""
+"""factscope report: figures, tables and a page from the records of runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,43 +9,145 @@ from factscope.cli.options import Json
 from factscope.cli.show import doing, print_json, results
 from factscope.errors import BadRecord, BadSetting
 
-__all__ = ["report"]
+if TYPE_CHECKING:
+    from factscope.runs.folder import RunFolder
+
+__all__ = ["report", "summary_values", "tell_sweep"]
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder that `factscope trace --out` wrote.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that `factscope trace`, `evaluate` or `sweep` wrote."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to write; RUN/report by default.")
     ] = None,
     preset: Annotated[
         str, typer.Option(help="default, or paper to pool tokens as the paper's notebook does.")
     ] = "default",
+    cases: Annotated[
+        str | None,
+        typer.Option(help="Evaluations: the ids of the cases whose texts to show, as in 3,17."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Draw average effects and write tables and a page; needs no model."""
-    from factscope.analysis.effects import average_kinds
-    from factscope.report.run import write_report
-    from factscope.report.tables import as_markdown, summary_table
+    """Draw figures and write tables and a page; needs no model.
+
+    Of one run of traces the average effects, of any number of evaluations the paper's table, of one
+    sweep its points.
+    """
     from factscope.runs.folder import RunFolder
 
     if preset not in ("default", "paper"):
         raise BadSetting(f"the preset {preset!r} is not known; choose from default, paper")
-    paper = preset == "paper"
-    pooling = "tokens" if paper else "facts"
-    records = RunFolder.open(run).records()
-    if not any(record.known for record in records):
-        raise BadRecord(f"{run} has no fact that the model knows; there is nothing to average")
-    folder = out or run / "report"
-    with doing("drawing"):
-        written = write_report(
-            records, folder, title=f"Causal traces: {run.name}", pooling=pooling, paper_roles=paper
+    folders = [RunFolder.open(run) for run in dict.fromkeys(runs)]
+    kinds = {folder.command for folder in folders}
+    if kinds == {"evaluate"}:
+        if preset != "default":
+            raise BadSetting("--preset is about traces; evaluations have one way to average")
+        _evaluations(folders, out, cases, json)
+    elif kinds == {"trace"} and len(folders) == 1:
+        if cases is not None:
+            raise BadSetting("--cases is about evaluations, and this is a run of traces")
+        _traces(folders[0], out, paper=preset == "paper", json=json)
+    elif kinds == {"sweep"} and len(folders) == 1:
+        if cases is not None or preset != "default":
+            raise BadSetting("--cases and --preset say nothing of a sweep; leave them out")
+        tell_sweep(folders[0], out, json)
+    else:
+        said = ", ".join(f"{folder.path} ({folder.command})" for folder in folders)
+        raise BadSetting(
+            f"give one run of traces, one sweep, or evaluations only; these are: {said}"
         )
+
+
+def _traces(run: "RunFolder", out: Path | None, *, paper: bool, json: bool) -> None:
+    """Average effects of one run."""
+    from factscope.analysis.effects import average_kinds
+    from factscope.report.run import write_report
+    from factscope.report.tables import as_markdown, summary_table
+
+    pooling = "tokens" if paper else "facts"
+    records = run.records()
+    if not any(record.known for record in records):
+        raise BadRecord(f"{run.path} has no fact that the model knows; there is nothing to average")
+    folder = out or run.path / "report"
+    title = f"Causal traces: {run.path.name}"
+    with doing("drawing"):
+        written = write_report(records, folder, title=title, pooling=pooling, paper_roles=paper)
     effects = average_kinds(records, pooling=pooling, paper_roles=paper)
     if json:
         print_json({"files": [str(p) for p in written], "summary": _numbers(effects)})
         return
     results.print(as_markdown(summary_table(effects)), soft_wrap=True)
     results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+
+
+def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, json: bool) -> None:
+    """The paper's table of all runs together."""
+    from factscope.analysis.metrics import put_together, summaries
+    from factscope.report.evaluation_run import write_evaluation_report
+    from factscope.report.evaluation_table import evaluation_tables
+    from factscope.report.samples import samples_of, samples_text
+    from factscope.report.tables import as_markdown
+
+    if out is None and len(runs) > 1:
+        raise BadSetting("several runs have one report; say where with --out FOLDER")
+    names = {run.path.name for run in runs}
+    named = {run.path.name if len(names) == len(runs) else str(run.path): run for run in runs}
+    records = put_together({name: run.case_records() for name, run in named.items()})
+    if not records:
+        raise BadRecord(f"{runs[0].path} has no records yet; there is nothing to average")
+    chosen = [case.strip() for case in cases.split(",") if case.strip()] if cases else None
+    folder = out or runs[0].path / "report"
+    title = f"Evaluation: {', '.join(named)}"
+    with doing("drawing"):
+        found = summaries(records)
+        written = write_evaluation_report(records, folder, title, cases=chosen, rows=found)
+    if json:
+        plain = [summary_values(summary) for summary in found]
+        print_json({"files": [str(p) for p in written], "summaries": plain})
+        return
+    for table in evaluation_tables(found):
+        results.print(as_markdown(table), soft_wrap=True)
+    for samples in samples_of(records, chosen) if chosen else ():
+        results.print(samples_text(samples))
+    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+
+
+def tell_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
+    """A sweep's report, and its table."""
+    from factscope.report.sweep_run import write_sweep_report
+    from factscope.report.sweep_table import sweep_table, sweep_values
+    from factscope.report.tables import as_markdown
+    from factscope.runs.sweep_folder import read_sweep
+
+    sweep, folder = read_sweep(run.path), out or run.path / "report"
+    with doing("drawing"):
+        written = write_sweep_report(sweep, folder)
+    if json:
+        files = [str(path) for path in written]
+        print_json({"sweep": str(run.path), "files": files, **sweep_values(sweep)})
+        return
+    results.print(as_markdown(sweep_table(sweep)), soft_wrap=True)
+    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+
+
+def summary_values(summary: Any) -> dict[str, Any]:
+    """A summary as plain values; what is not known is null."""
+    import dataclasses
+
+    metrics = {
+        name: {
+            "mean": value.mean,
+            "half_width": value.half_width if value.half_width == value.half_width else None,
+            "n": value.n,
+        }
+        for name, value in summary.metrics.items()
+    }
+    plain = {f.name: getattr(summary, f.name) for f in dataclasses.fields(summary)}
+    return {**plain, "metrics": metrics}
 
 
 def _numbers(effects: dict) -> dict:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from factscope.errors import BadFact
-from factscope.facts import PLACE, Fact
+from factscope.facts import PLACE, Case, Fact
 
 __all__ = [
+    "CasesFile",
     "FactsFile",
     "fact_of",
+    "id_of",
     "object_of",
     "read_each",
     "read_facts",
@@ -37,6 +39,14 @@ class FactsFile:
     """The facts of a file, and what was wrong with the records that are missing."""
 
     facts: tuple[Fact, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CasesFile:
+    """The cases of a file, and what was wrong with the records that are missing."""
+
+    cases: tuple[Case, ...]
     problems: tuple[str, ...]
 
 
@@ -132,6 +142,13 @@ def object_of(record: dict[str, Any], names: Sequence[str]) -> str | None:
     if not isinstance(value, str | None):
         raise BadFact(f"the field {names[0]!r} is {value!r:.60}; it must be a text")
     return value
+
+
+def id_of(record: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The Wikidata id that CounterFact gives with the first of those objects."""
+    value = _first(record, *names)
+    found = value.get("id") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _first(record: dict[str, Any], *names: str) -> Any:

@@ -8,14 +8,14 @@ from factscope.data.facts_file import read_text
 from factscope.errors import BadFact
 from factscope.facts import PLACE, Fact
 
-__all__ = ["statements"]
+__all__ = ["prompt_of", "read_table", "statements"]
 
 
 def statements(facts: Path, patterns: Path) -> Iterator[Fact]:
     """Every pair in the first pattern of its relation that ends in the object."""
-    pairs, templates = _table(facts), _table(patterns)
+    pairs, templates = read_table(facts), read_table(patterns)
     for relation in sorted(pairs):
-        prompt = next(filter(None, map(_prompt, templates.get(relation, []))), None)
+        prompt = next(filter(None, map(prompt_of, templates.get(relation, []))), None)
         if prompt is None:
             continue
         for number, (subject, target) in enumerate(pairs[relation]):
@@ -28,7 +28,7 @@ def statements(facts: Path, patterns: Path) -> Iterator[Fact]:
             )
 
 
-def _prompt(pattern: str) -> str | None:
+def prompt_of(pattern: str) -> str | None:
     """A pattern as a prompt that asks for the object, where the object comes last."""
     before, found, after = pattern.partition("[Y]")
     if not found or before.count("[X]") != 1 or after.strip(" .") or PLACE in before:
@@ -36,7 +36,8 @@ def _prompt(pattern: str) -> str | None:
     return before.replace("[X]", PLACE).strip()
 
 
-def _table(path: Path) -> dict[str, list]:
+def read_table(path: Path) -> dict[str, list]:
+    """A table by relation."""
     try:
         table = json.loads(read_text(path))
     except ValueError as error:

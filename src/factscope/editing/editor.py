@@ -1,7 +1,7 @@
 """Editor: facts → an Edit that writes them."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from factscope.editing.edit import Edit
 from factscope.errors import FactscopeError
@@ -22,6 +22,17 @@ Done = Callable[[float], None]
 @runtime_checkable
 class Editor(Protocol):
     """A method with its settings: a frozen dataclass that can be called."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; those that depend on the model are not settled."""
+        ...
+
+    def settled(self, lm: "LM") -> "Editor":
+        """The same with what the model and the disk decide written out: prefixes, statistics.
+
+        It then does the same on a model that edits have changed, and reads nothing twice.
+        """
+        ...
 
     def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...) -> Edit:
         """One edit that writes all the facts together."""

@@ -100,6 +100,15 @@ class FineTune:
             return placed
         return replace(placed, bound=model.bound_for(spread_of(placed.parts(lm))))
 
+    def settled(self, lm: "LM") -> "FineTune":
+        """The same, if it can be done on this model."""
+        self.ready(lm)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; those that depend on the model are not settled."""
+        return dict(vars(self))
+
     def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
         """One edit that writes all the facts together: their mean loss is what falls."""
         if not facts:

@@ -101,6 +101,12 @@ class Memit:
 
         return each_or_error(ready.sought(facts, done), insert)
 
+    def settled(self, lm: "LM") -> "Memit":
+        """The same with layers, prefixes and statistics written out."""
+        ready = self.ready(lm)
+        moments = tuple(moment for moment in ready.moments if moment is not None) or "identity"
+        return replace(self, layers=ready.layers, prefixes=ready.prefixes, second_moment=moments)
+
     def ready(self, lm: "LM") -> "Ready":
         """The method on a model, with every default settled."""
         known = memit_defaults(lm)

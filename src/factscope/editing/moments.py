@@ -16,8 +16,8 @@ __all__ = ["Moment", "settle_moment", "told"]
 
 log = logging.getLogger(__name__)
 
-Moment = SecondMoment | Sequence[Path] | Literal["find", "identity"]
-"""C: as it is, in files or folders, wherever it is found, or left out (C = I)."""
+Moment = SecondMoment | Sequence[SecondMoment] | Sequence[Path] | Literal["find", "identity"]
+"""C: as it is, of several layers, in files or folders, wherever it is found, or none (C = I)."""
 
 
 def settle_moment(lm: "LM", layer: int, moment: Moment) -> SecondMoment | None:
@@ -28,7 +28,11 @@ def settle_moment(lm: "LM", layer: int, moment: Moment) -> SecondMoment | None:
     if isinstance(moment, SecondMoment):
         moment.check(lm, layer)
         return moment
-    found = moment_for(lm, layer, () if moment == "find" else moment)
+    for given in () if isinstance(moment, str) else moment:
+        if isinstance(given, SecondMoment) and given.layer == layer:
+            return settle_moment(lm, layer, given)
+    paths = [] if isinstance(moment, str) else [x for x in moment if isinstance(x, Path)]
+    found = moment_for(lm, layer, paths)
     if found is None:
         raise BadSetting(
             f"there are no statistics of layer {layer} of {lm.name} yet; collect them once with "
@@ -43,4 +47,4 @@ def told(moment: Moment | None) -> Any:
         return {"layer": moment.layer, "tokens": moment.tokens, "corpus": moment.corpus}
     if moment is None or isinstance(moment, str):
         return moment or "identity"
-    return [str(path) for path in moment]
+    return [told(x) if isinstance(x, SecondMoment) else str(x) for x in moment]

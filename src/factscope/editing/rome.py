@@ -106,6 +106,17 @@ class Rome:
         ready = self.ready(lm, facts)
         return each_or_error(ready.sought(facts, done), ready.edits)
 
+    def settled(self, lm: "LM") -> "Rome":
+        """The same with prefixes and, where the layer is known, statistics written out."""
+        prefixes = prefixes_for(
+            lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
+        )
+        if self.layer == "auto":
+            return replace(self, prefixes=prefixes)
+        layer = layer_for(lm, self.layer, ())
+        moment = settle_moment(lm, layer, self.second_moment) or "identity"
+        return replace(self, prefixes=prefixes, layer=layer, second_moment=moment)
+
     def ready(self, lm: "LM", facts: Sequence[Fact]) -> "Ready":
         """The method on a model, with every default settled."""
         layer = layer_for(lm, self.layer, facts)

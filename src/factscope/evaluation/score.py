@@ -40,6 +40,8 @@ class Answer:
     """Mean negative log-likelihood of the target's tokens; exp(-nll) is what the paper calls P."""
     first: float
     """The probability of the target's first token."""
+    right: tuple[bool, ...]
+    """Of each of its tokens, whether it is the likeliest where it stands."""
     top: str
     """The likeliest next token."""
     top_probability: float
@@ -86,6 +88,7 @@ def _batch(
     logs = lm.head(states[row, slot]).float().log_softmax(-1)
     labels = torch.tensor([token for _, target in rows for token in target], device=logs.device)
     losses = iter(nn.functional.nll_loss(logs, labels, reduction="none").tolist())
+    rights = iter((logs.argmax(-1) == labels).tolist())
     firsts = [due.index((i, len(prompt) - 1)) for i, (prompt, _) in enumerate(rows)]
     best = logs[firsts].max(-1)
     tops = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
@@ -96,6 +99,7 @@ def _batch(
             Answer(
                 nll=sum(mine) / len(mine),
                 first=math.exp(-mine[0]),
+                right=tuple(islice(rights, len(target))),
                 top=lm.tokenizer.decode([top]),
                 top_probability=probability,
             )

@@ -9,6 +9,9 @@ average_lines      App. B        the averages as lines with 95 % intervals
 severed_detail     App. B        one fact at one token, with and without severing
 gradients_figure   App. B        one fact: causal traces above integrated gradients
 before_after_figure              one edit: every prompt's probabilities before and after
+scores_figure      Table 4       many edits: the scores of each method with 95 % intervals
+distributions_figure  Figure 24  the same, how each score is spread over cases
+sweep_figure       Figures 5, 17 one method over layers, tokens, bounds or prefixes
 """
 
 from factscope.report.average_figures import (
@@ -17,8 +20,11 @@ from factscope.report.average_figures import (
     average_lines,
     severed_figure,
 )
+from factscope.report.distribution_figures import distributions_figure
 from factscope.report.edit_figures import before_after_figure
+from factscope.report.evaluation_figures import scores_figure
 from factscope.report.save import save_figure
+from factscope.report.sweep_figures import sweep_figure
 from factscope.report.trace_figures import (
     gradients_figure,
     severed_detail,
@@ -31,10 +37,13 @@ __all__ = [
     "average_heatmaps",
     "average_lines",
     "before_after_figure",
+    "distributions_figure",
     "gradients_figure",
     "save_figure",
+    "scores_figure",
     "severed_detail",
     "severed_figure",
+    "sweep_figure",
     "trace_figure",
     "traces_figure",
 ]

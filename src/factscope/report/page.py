@@ -44,7 +44,7 @@ $css</style>
 </head>
 <body>
 $body
-<footer>Made by factscope. * marks the subject's tokens; layers are counted from 0.</footer>
+<footer>Made by factscope.$note</footer>
 <script>
 $js</script>
 </body>
@@ -101,11 +101,14 @@ def run_page(
     return page(title, body)
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """The whole page around its body."""
+TRACED = "* marks the subject's tokens; layers are counted from 0."
+
+
+def page(title: str, body: Sequence[str], note: str = TRACED) -> str:
+    """The whole page around its body; the note explains its signs."""
     return PAGE.substitute(
         title=html.escape(clean(title)), css=asset("page.css"), js=asset("page.js"),
-        body="\n".join(body),
+        body="\n".join(body), note=html.escape(f" {note}" if note else ""),
     )  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 import csv
 import html
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from factscope.analysis.effects import AverageEffects
 from factscope.analysis.estimate import Estimate
@@ -14,6 +16,7 @@ from factscope.report.look import LOOKS
 __all__ = [
     "FORMATS",
     "Cell",
+    "Score",
     "Table",
     "as_csv",
     "as_html",
@@ -25,8 +28,29 @@ __all__ = [
     "summary_table",
 ]
 
-Cell = str | int | float | Estimate
 NUMBER = ' class="number"'
+RULED = ' class="ruled"'
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A metric as the paper's tables have it, in hundredths with its half width: "89.2 (0.3)"."""
+
+    value: Estimate
+    mark: Literal["best", "failure"] | None = None
+    """Whether it is set apart: in green and bold, or in red."""
+
+    def __str__(self) -> str:
+        """The number as it is read, without the mark."""
+        mean, width = (round(100 * x, 1) + 0.0 for x in (self.value.mean, self.value.half_width))
+        if math.isnan(mean):
+            return UNKNOWN
+        return f"{mean:.1f}" if math.isnan(width) else f"{mean:.1f} ({width:.1f})"
+
+
+Cell = str | int | float | Estimate | Score | None
+"""None is a number that is not known."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,10 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    """What one has to know to read it."""
+    rules: tuple[int, ...] = ()
+    """The rows after which a line is drawn, counted from 0."""
 
     def __post_init__(self) -> None:
         """Check that the rows fit."""
@@ -103,25 +131,29 @@ def as_markdown(table: Table) -> str:
     """The table in Markdown, numbers to the right."""
     heads = [markdown_text(column) for column in table.columns]
     marks = [":--" if is_words(table, i) else "--:" for i in range(len(table.columns))]
-    rows = [[markdown_text(written(cell)) for cell in row] for row in table.rows]
+    rows = [list(map(markdown_cell, row)) for row in table.rows]
     lines = ["| " + " | ".join(row) + " |" for row in (heads, marks, *rows)]
-    return f"**{markdown_text(table.title)}**\n\n" + "\n".join(lines) + "\n"
+    note = f"\n{markdown_text(table.note)}\n" if table.note else ""
+    return f"**{markdown_text(table.title)}**\n\n" + "\n".join(lines) + "\n" + note
 
 
 def as_latex(table: Table) -> str:
-    """The table in LaTeX, for the package booktabs."""
+    """The table in LaTeX, for the packages booktabs and, where numbers are marked, xcolor."""
     columns = "".join("l" if is_words(table, i) else "r" for i in range(len(table.columns)))
     heads = " & ".join(latex_text(column) for column in table.columns)
-    rows = [" & ".join(latex_text(written(cell)) for cell in row) for row in table.rows]
+    rows = [" & ".join(map(latex_cell, row)) + r" \\" for row in table.rows]
+    for place in sorted(table.rules, reverse=True):
+        rows.insert(place + 1, r"\midrule")
+    caption = f"{table.title}. {table.note}" if table.note else table.title
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{latex_text(table.title)}}}",
+        rf"\caption{{{latex_text(caption)}}}",
         rf"\begin{{tabular}}{{{columns}}}",
         r"\toprule",
         heads + r" \\",
         r"\midrule",
-        *(row + r" \\" for row in rows),
+        *rows,
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
@@ -150,10 +182,14 @@ def as_html(table: Table) -> str:
         f"<th{'' if is_words(table, i) else NUMBER}>{html.escape(column)}</th>"
         for i, column in enumerate(table.columns)
     )
-    rows = "\n".join("<tr>" + "".join(map(html_cell, row)) + "</tr>" for row in table.rows)
+    rows = "\n".join(
+        f"<tr{RULED if i in table.rules else ''}>{''.join(map(html_cell, row))}</tr>"
+        for i, row in enumerate(table.rows)
+    )
+    note = f'<p class="soft">{html.escape(table.note)}</p>\n' if table.note else ""
     return (
         f"<table>\n<caption>{html.escape(table.title)}</caption>\n"
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n"
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n{note}"
     )
 
 
@@ -163,6 +199,8 @@ FORMATS = {"md": as_markdown, "tex": as_latex, "csv": as_csv, "html": as_html}
 
 def written(cell: Cell) -> str:
     """A cell as it is read."""
+    if cell is None:
+        return UNKNOWN
     if isinstance(cell, Estimate):
         return cell.percent
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
@@ -170,13 +208,15 @@ def written(cell: Cell) -> str:
 
 def csv_fields(cell: Cell) -> tuple[str | int | float, ...]:
     """A cell as fields; a NaN is an empty one."""
+    if isinstance(cell, Score):
+        cell = cell.value
     values = (cell.mean, cell.half_width) if isinstance(cell, Estimate) else (cell,)
-    return tuple("" if value != value else value for value in values)
+    return tuple("" if value is None or value != value else value for value in values)
 
 
 def is_estimated(table: Table, column: int) -> bool:
     """Whether a column holds estimates."""
-    return any(isinstance(row[column], Estimate) for row in table.rows)
+    return any(isinstance(row[column], Estimate | Score) for row in table.rows)
 
 
 def is_words(table: Table, column: int) -> bool:
@@ -186,7 +226,28 @@ def is_words(table: Table, column: int) -> bool:
 
 def html_cell(cell: Cell) -> str:
     """One cell, numbers to the right."""
-    return f"<td{'' if isinstance(cell, str) else NUMBER}>{html.escape(written(cell))}</td>"
+    kind = "" if isinstance(cell, str) else NUMBER
+    if isinstance(cell, Score) and cell.mark:
+        kind = f' class="number {cell.mark}"'
+    return f"<td{kind}>{html.escape(written(cell))}</td>"
+
+
+def markdown_cell(cell: Cell) -> str:
+    """One cell; the best in bold, failures in italics."""
+    sign = {"best": "**", "failure": "_"}.get(mark_of(cell) or "", "")
+    return f"{sign}{markdown_text(written(cell))}{sign}"
+
+
+def latex_cell(cell: Cell) -> str:
+    """One cell; marks as in the paper, whose green and red these are."""
+    color = {"best": "0,0.6,0", "failure": "0.75,0,0"}.get(mark_of(cell) or "")
+    text = latex_text(written(cell))
+    return rf"\textcolor[rgb]{{{color}}}{{\textbf{{{text}}}}}" if color else text
+
+
+def mark_of(cell: Cell) -> str | None:
+    """A score's mark."""
+    return cell.mark if isinstance(cell, Score) else None
 
 
 def markdown_text(text: str) -> str:
@@ -199,7 +260,7 @@ def markdown_text(text: str) -> str:
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#",
     "_": r"\_", "$": r"\$", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
-    "±": r"$\pm$", "–": "--",
+    "±": r"$\pm$", "–": "--", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "−": "$-$",
 }  # fmt: skip
 
 

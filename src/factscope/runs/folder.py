@@ -6,13 +6,22 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from factscope.errors import BadRecord, WrongRun
+from factscope.errors import BadRecord, RunStopped, WrongRun
 from factscope.files import PARTIAL, write_whole
-from factscope.records import TraceRecord, read_records
+from factscope.records import CaseRecord, TraceRecord, read_case_records, read_records
 
-__all__ = ["RunFolder"]
+__all__ = ["Record", "RunFolder"]
+
+
+@runtime_checkable
+class Record(Protocol):
+    """What a run writes down."""
+
+    def to_json(self) -> str:
+        """The record as one line of JSON."""
+        ...
 
 
 class RunFolder:
@@ -47,21 +56,46 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, to read."""
         if not (path / "spec.toml").is_file():
-            raise WrongRun(f"{path} is not a run's folder; `factscope trace --out` makes one")
+            raise WrongRun(
+                f"{path} is not a run's folder; "
+                "`factscope trace --out`, `evaluate --out` or `sweep --out` makes one"
+            )
         return cls(path)
 
-    def records(self) -> list[TraceRecord]:
-        """What is done."""
-        if not self.records_path.is_file():
-            return []
-        return list(read_records(self.records_path))
+    def spec(self) -> dict[str, Any]:
+        """What was asked for."""
+        import tomllib
 
-    def append(self, record: TraceRecord) -> None:
+        try:
+            return tomllib.loads((self.path / "spec.toml").read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise WrongRun(f"{self.path / 'spec.toml'} cannot be read ({error})") from error
+
+    @property
+    def command(self) -> str:
+        """What was run: "trace", "evaluate" or "sweep"."""
+        return str(self.spec().get("command", "trace"))
+
+    def records(self) -> list[TraceRecord]:
+        """The traces that are done."""
+        return list(read_records(self.records_path)) if self.records_path.is_file() else []
+
+    def case_records(self) -> list[CaseRecord]:
+        """The evaluated cases that are done."""
+        return list(read_case_records(self.records_path)) if self.records_path.is_file() else []
+
+    def append(self, record: Record) -> None:
         """Add a record; when this returns it is on the disk."""
-        with self.records_path.open("a", encoding="utf-8") as file:
-            file.write(record.to_json() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.records_path.open("a", encoding="utf-8") as file:
+                file.write(record.to_json() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunStopped(
+                f"cannot write to {self.records_path} ({error.strerror or error}); make room, and "
+                "the same command goes on from here"
+            ) from error
 
     def _must_match(self, wanted: str) -> None:
         import difflib
@@ -96,9 +130,9 @@ class RunFolder:
         if end == 0 and data:
             return
         try:
-            self.records()
+            self.case_records() if self.command == "evaluate" else self.records()
         except BadRecord as error:
-            raise WrongRun(f"{error}; delete that line to trace its fact again") from error
+            raise WrongRun(f"{error}; delete that line to {self.command} its fact again") from error
 
 
 def _without_none(value: Any) -> Any:

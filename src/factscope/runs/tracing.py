@@ -1,9 +1,7 @@
 """Many traces into a run's folder."""
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from factscope.fetch import sha256
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode_fact
 from factscope.runs.folder import RunFolder
+from factscope.runs.info import info
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import default_scale, trace_many
 
@@ -61,7 +60,7 @@ class TraceRun:
 
     def begin(self, lm: LM, path: Path) -> RunFolder:
         """A new run in a folder, or the same run taken up again."""
-        return RunFolder.begin(path, self.spec(), _info(lm))
+        return RunFolder.begin(path, self.spec(), info(lm))
 
     def go_on(
         self,
@@ -80,22 +79,3 @@ class TraceRun:
             lm, facts, self.settings, scale=scale, memory=memory, finished=finished, done=done
         ):
             folder.append(record)
-
-
-def _info(lm: LM) -> dict[str, Any]:
-    """By what a run was made."""
-    return {
-        "factscope": _version("factscope"),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "transformers": _version("transformers"),
-        "device": lm.device.type,
-        "model_fingerprint": lm.fingerprint,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

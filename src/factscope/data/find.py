@@ -1,0 +1,172 @@
+"""Data sets by name: in a folder of one's own, in the cache, or fetched and checked.
+
+A name is looked for in the folder $FACTSCOPE_DATA, also gzipped and in folders within it, then in
+the user's cache. Where it is in neither it is fetched, if its SHA-256 is known or given: nothing
+comes from the network unchecked.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from factscope.data.everyday import EVERYDAY_CASES
+from factscope.errors import BadSetting, NoData
+from factscope.fetch import Progress, cache_folder, fetch_url
+
+__all__ = ["DATA_SETS", "DataSet", "Found", "find", "located"]
+
+ORIGINALS = "https://rome.baulab.info/data/dsets/"
+"""Where the paper's authors keep their files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A file that is known by a name."""
+
+    what: str
+    files: tuple[str, ...]
+    """What the file may be called; first as it is where it is fetched from."""
+    url: str | None = None
+    sha256: str | None = None
+    """Of the file behind `url`, where it is known for sure."""
+    size: int | None = None
+    """Its bytes."""
+
+
+def _original(
+    what: str, *files: str, sha256: str | None = None, size: int | None = None
+) -> DataSet:
+    return DataSet(what=what, files=files, url=ORIGINALS + files[0], sha256=sha256, size=size)
+
+
+DATA_SETS: dict[str, DataSet] = {
+    "everyday": DataSet(
+        what="well-known facts to rewrite, from this package", files=(EVERYDAY_CASES.name,)
+    ),
+    "counterfact": _original(
+        "CounterFact: 21,919 facts to rewrite",
+        "counterfact.json",
+        sha256="d017056125178a13728594e66a801357a8db9ed7973a7425554bb4271de9fc6f",
+        size=45_108_470,
+    ),
+    "counterfact-condensed": DataSet(
+        what="CounterFact as EasyEdit condenses it, the part for editing",
+        files=("counterfact-edit.json", "condensed-edit.json"),
+    ),
+    "zsre": _original(
+        "zsRE, MEND's questions to evaluate", "zsre_mend_eval.json", "zsre_eval.json"
+    ),
+    "zsre-train": _original(
+        "zsRE, MEND's questions to train on", "zsre_mend_train.json", "zsre_train.json"
+    ),
+    "known": _original(
+        "the 1,209 facts that GPT-2 XL knows",
+        "known_1000.json",
+        sha256="61daca55318bb5260c1e62e133debef9102c7b278bbc7b19dd2ac655543f333a",
+        size=343_229,
+    ),
+    "snippets": _original(
+        "Wikipedia's articles on things that have an object",
+        "attribute_snippets.json",
+        sha256="10b5c1cd105e54d5983c72de1b45bfc88bc7af786f7b99def2557886ff23385b",
+        size=926_285_719,
+    ),
+    "idf": _original(
+        "how rare each word is",
+        "idf.npy",
+        sha256="c073d642589d4ac6432f467230329b36364a01e72de63a77a3624b745b923dda",
+        size=11_042_168,
+    ),
+    "vocabulary": _original(
+        "the words of idf",
+        "tfidf_vocab.json",
+        sha256="8a78c4f20d8d85dadfd14e283d71af255482ff18aa0eb8a81716024c05ff888b",
+        size=31_639_072,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file that is here."""
+
+    path: Path
+    origin: str
+    """given, package, FACTSCOPE_DATA or cache."""
+
+
+def find(name: str | Path, *, sha256: str | None = None, progress: Progress | None = None) -> Path:
+    """The file of a data set, fetched where it is not here; a path stands for itself.
+
+    With a SHA-256, what is fetched must have it.
+    """
+    if sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+        raise BadSetting(f"{sha256!r} is not a SHA-256; it has 64 hexadecimal digits")
+    found = located(name)
+    if found is not None and not (sha256 and found.origin == "cache"):
+        return found.path
+    data = DATA_SETS[str(name)]
+    expected = sha256 or data.sha256
+    if data.url is None or expected is None:
+        raise _by_hand(str(name), data)
+    return fetch_url(data.url, expected.lower(), _cached(data), progress)
+
+
+def located(name: str | Path) -> Found | None:
+    """Where a data set is on this disk; None where it is not."""
+    if name == "everyday":
+        return Found(EVERYDAY_CASES, "package")
+    if isinstance(name, Path) or name not in DATA_SETS:
+        return _given(name)
+    data = DATA_SETS[name]
+    for path in _in_own_folder(data):
+        return Found(path, "FACTSCOPE_DATA")
+    return Found(_cached(data), "cache") if _cached(data).is_file() else None
+
+
+def _given(name: str | Path) -> Found:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Found(path, "given")
+    near = difflib.get_close_matches(str(name), DATA_SETS, n=1)
+    raise NoData(
+        f"no data set or file {str(name)!r}"
+        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + f" Give a path, or one of {', '.join(DATA_SETS)}"
+    )
+
+
+def _in_own_folder(data: DataSet) -> Iterator[Path]:
+    """The files of $FACTSCOPE_DATA that have one of the names: the upper folders first."""
+    chosen = os.environ.get("FACTSCOPE_DATA")
+    if not chosen:
+        return
+    folder = Path(chosen).expanduser()
+    if not folder.is_dir():
+        raise NoData(f"FACTSCOPE_DATA is {chosen!r}, which is not a folder")
+    names = [file + packed for file in data.files for packed in ("", ".gz")]
+    for depth in ("", "*/", "*/*/"):
+        for name in names:
+            yield from sorted(path for path in folder.glob(depth + name) if path.is_file())
+
+
+def _cached(data: DataSet) -> Path:
+    return cache_folder() / "data" / data.files[0]
+
+
+def _by_hand(name: str, data: DataSet) -> NoData:
+    """The error for a data set that cannot be fetched as it is."""
+    whence = (
+        f"download {data.url} yourself"
+        if data.url
+        else f"get {data.files[0]} from EasyEdit's page (github.com/zjunlp/EasyEdit)"
+    )
+    checked = f", or give its hash: `factscope data get {name} --sha256 …`" if data.url else ""
+    return NoData(
+        f"{name} is not here, and its SHA-256 is not known, so it is not fetched; {whence} "
+        f"and put it as {data.files[0]} into a folder that FACTSCOPE_DATA names, or give its path"
+        f"{checked}"
+    )

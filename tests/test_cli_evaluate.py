@@ -1,0 +1,131 @@
+"""factscope evaluate and report, as a user runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from test_evaluating import record
+
+from commands import Run, runner, saved_model
+
+QUICK = ("--method", "ft", "--layer", "1", "--steps", "2", "--length", "12")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), spread=0.3)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps([record(i) for i in range(6)]))
+    return path
+
+
+def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) -> None:
+    done = run("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
+    assert done.code == 0, done.err
+    assert "| FT " in done.out
+    assert "unedited" in done.out
+    assert "Next: factscope report a" in done.out
+    rome = ("--method", "rome", "--layer", "1", "--no-stats", "--prefix-lengths", "none")
+    again = run(
+        "evaluate", "--model", model, "--data", cases, *rome, "--steps", 2, "--length", 12,
+        "--out", "b", "--json",
+    )  # fmt: skip
+    assert again.code == 0, again.err
+    said = json.loads(again.out)
+    assert [row["method"] for row in said["summaries"]] == ["none", "rome"]
+    assert {"S", "ES", "PS", "NS", "EM", "GE"} <= said["summaries"][1]["metrics"].keys()
+    assert said["summaries"][1]["cases"] == 6
+    both = run("report", "a", "b", "--out", "both", "--cases", "3")
+    assert both.code == 0, both.err
+    page = Path("both/index.html").read_text("utf-8")
+    assert "ROME" in page
+    assert "Tower 3" in page
+
+
+def test_the_same_command_goes_on_and_another_is_refused(
+    run: Run, model: Path, cases: Path
+) -> None:
+    words = ("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
+    assert run(*words).code == 0
+    path = Path("a/records.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:40])
+    assert run(*words).code == 0
+    assert path.read_text() == "".join(lines)
+    other = run(*words, "--seed", 5)
+    assert other.code == 2
+    assert "+seed = 5" in other.err
+
+
+def test_broken_records_are_named_and_left_out(run: Run, model: Path, tmp_path: Path) -> None:
+    broken = [record(0), {"case_id": 1}, record(2)]
+    (tmp_path / "cases.json").write_text(json.dumps(broken))
+    words = ("evaluate", "--model", model, "--data", "cases.json", *QUICK, "--out", "a")
+    done = run(*words, "--json")
+    assert done.code == 0, done.err
+    (problem,) = json.loads(done.out)["left_out"]
+    assert "record 2" in problem
+    assert json.loads(done.out)["summaries"][1]["cases"] == 2
+
+
+@pytest.mark.parametrize("protocol", ["sequential", "batch"])
+def test_other_protocols(run: Run, model: Path, cases: Path, protocol: str) -> None:
+    more = ("--batch-size", 3) if protocol == "batch" else ()
+    done = run(
+        "evaluate", "--model", model, "--data", cases, *QUICK, "--protocol", protocol, *more,
+        "--out", "a", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["summaries"]
+    moments = [row["moment"] for row in rows if row["method"] != "none"]
+    assert moments == (["edit", "end"] if protocol == "sequential" else ["edit"])
+
+
+def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: Path) -> None:
+    texts = {"city": {"Rome": ["The city of Rome is old."]}, "P131": {"Rome": ["Rome is old."]}}
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    done = run(
+        "evaluate", "--model", model, *QUICK, "--limit", 3, "--references", "texts.json",
+        "--out", "a", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["summaries"][0]["data"] == "everyday"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--method", "magic"), "no method 'magic'"),
+        (("--data", "nowhere"), "nowhere"),
+        (("--protocol", "double"), "'double' is not known"),
+        (("--batch-size", "3"), "--protocol batch"),
+        (("--on", "mars"), "'mars' is not known"),
+        (("--layer", "99"), "99"),
+        (("--references", "nothing.json"), "nothing.json"),
+    ],
+)
+def test_bad_input_is_one_message(
+    run: Run, model: Path, cases: Path, words: tuple[str, ...], said: str
+) -> None:
+    given = {"--data": str(cases), "--method": "ft", "--length": "0"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    done = run("evaluate", "--model", model, "--out", "a", *[w for x in given.items() for w in x])
+    assert done.code == 2
+    assert said in done.err
+    assert not Path("a").exists()
+
+
+def test_without_a_folder_it_says_so(run: Run, model: Path) -> None:
+    done = run("evaluate", "--model", model)
+    assert done.code == 2
+    assert "--out FOLDER" in done.err

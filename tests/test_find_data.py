@@ -1,0 +1,217 @@
+"""Data sets by name: a folder of one's own, the cache, the network; and their commands."""
+
+import gzip
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factscope.data.cases_file import read_cases
+from factscope.data.count import count_records
+from factscope.data.find import DATA_SETS, Found, find, located
+from factscope.errors import BadSetting, NoData, NoNetwork, WrongHash
+
+from commands import Run, runner
+
+DATA = b'[{"case_id": 0}, {"case_id": 1}]'
+DIGEST = hashlib.sha256(DATA).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no folder of one's own."""
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FACTSCOPE_DATA", raising=False)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the authors' server, and has two of their files."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    for name, known in (("counterfact", DIGEST), ("zsre", None)):
+        path = folder / DATA_SETS[name].files[0]
+        path.write_bytes(DATA)
+        row = replace(DATA_SETS[name], url=path.as_uri(), sha256=known, size=len(DATA))
+        monkeypatch.setitem(DATA_SETS, name, row)
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    monkeypatch.setenv("FACTSCOPE_DATA", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+
+
+def test_rows_are_whole() -> None:
+    for name, data in DATA_SETS.items():
+        assert data.files, name
+        assert data.sha256 is None or (len(data.sha256) == 64 and data.size and data.url)
+        assert data.url is None or data.url.endswith("/" + data.files[0])
+
+
+def test_the_cases_of_the_package_need_nothing() -> None:
+    assert len(read_cases(find("everyday")).cases) >= 64
+    assert located("everyday") == Found(find("everyday"), "package")
+
+
+def test_a_path_stands_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(DATA)
+    assert find(path) == find(str(path)) == path
+    with pytest.raises(NoData, match=r"no data set or file .*lost"):
+        find(tmp_path / "lost.json")
+    with pytest.raises(NoData, match="did you mean 'counterfact'"):
+        find("counterfacts")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("counterfact", "counterfact.json"),
+        ("counterfact", "counterfact/counterfact.json.gz"),
+        ("counterfact-condensed", "counterfact/condensed-edit.json.gz"),
+        ("counterfact-condensed", "counterfact-edit.json"),
+        ("zsre", "zsre/zsre_eval.json.gz"),
+        ("zsre", "zsre_mend_eval.json"),
+        ("zsre-train", "deep/er/zsre_train.json"),
+        ("known", "knowns/known_1000.json.gz"),
+        ("snippets", "attribute_snippets.json"),
+        ("idf", "idf.npy"),
+        ("vocabulary", "tfidf_vocab.json.gz"),
+    ],
+)
+def test_a_folder_of_ones_own(own: Path, name: str, file: str) -> None:
+    path = own / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(DATA)
+    assert located(name) == Found(path, "FACTSCOPE_DATA")
+    assert find(name) == path
+
+
+def test_the_upper_folder_and_the_plain_file_go_first(own: Path) -> None:
+    (own / "a").mkdir()
+    for file in ("a/counterfact.json", "counterfact.json.gz", "counterfact.json"):
+        (own / file).write_bytes(DATA)
+    assert find("counterfact") == own / "counterfact.json"
+    (own / "counterfact.json").unlink()
+    assert find("counterfact") == own / "counterfact.json.gz"
+
+
+def test_a_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FACTSCOPE_DATA", str(tmp_path / "lost"))
+    with pytest.raises(NoData, match="not a folder"):
+        find("counterfact")
+
+
+def test_a_data_set_is_fetched_once(shelf: Path, tmp_path: Path) -> None:
+    heard: list[tuple[int, int | None]] = []
+    path = find("counterfact", progress=lambda *x: heard.append(x))
+    assert path == tmp_path / "cache" / "data" / "counterfact.json"
+    assert path.read_bytes() == DATA
+    assert heard
+    (shelf / "counterfact.json").unlink()
+    assert find("counterfact") == path
+    assert located("counterfact") == Found(path, "cache")
+
+
+def test_ones_own_folder_goes_before_the_cache(shelf: Path, own: Path) -> None:
+    find("counterfact")
+    (own / "counterfact.json").write_bytes(b"[]")
+    assert find("counterfact") == own / "counterfact.json"
+
+
+def test_another_file_than_expected_is_not_kept(shelf: Path, tmp_path: Path) -> None:
+    (shelf / "counterfact.json").write_bytes(b"forged")
+    with pytest.raises(WrongHash, match=DIGEST):
+        find("counterfact")
+    assert located("counterfact") is None
+
+
+def test_nothing_is_fetched_unchecked(shelf: Path) -> None:
+    with pytest.raises(
+        NoData, match=r"SHA-256 is not known.*zsre_mend_eval.*FACTSCOPE_DATA.*--sha"
+    ):
+        find("zsre")
+    assert located("zsre") is None
+    with pytest.raises(WrongHash):
+        find("zsre", sha256="0" * 64)
+    assert find("zsre", sha256=DIGEST.upper()).read_bytes() == DATA
+
+
+def test_a_hash_is_looked_at_before_the_network(shelf: Path) -> None:
+    with pytest.raises(BadSetting, match="64 hexadecimal digits"):
+        find("zsre", sha256="abc")
+
+
+def test_a_given_hash_holds_for_what_is_cached(shelf: Path, tmp_path: Path) -> None:
+    path = find("counterfact")
+    path.write_bytes(b"changed")
+    assert find("counterfact", sha256=DIGEST).read_bytes() == DATA
+
+
+def test_a_server_that_does_not_answer(shelf: Path) -> None:
+    (shelf / "counterfact.json").unlink()
+    with pytest.raises(NoNetwork, match="could not fetch"):
+        find("counterfact")
+
+
+def test_a_data_set_without_an_address() -> None:
+    with pytest.raises(NoData, match=r"counterfact-edit\.json from EasyEdit"):
+        find("counterfact-condensed", sha256=DIGEST)
+
+
+def test_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    files = {"list.json": DATA, "lines.jsonl": b'{"a": 1}\n\n{"a": 2}\n{"a": 3}',
+             "words.json": b'{"a": 0, "b": 1}', "one.jsonl": b'{"a": 1}\n', "bad.json": b"[",
+             "packed.json.gz": gzip.compress(DATA)}  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    np.save(tmp_path / "idf.npy", np.ones(5))
+    counted = {name: count_records(tmp_path / name) for name in [*files, "idf.npy"]}
+    assert counted == {"list.json": 2, "lines.jsonl": 3, "words.json": 2, "one.jsonl": 1,
+                       "bad.json": None, "packed.json.gz": 2, "idf.npy": 5}  # fmt: skip
+    monkeypatch.setattr("factscope.data.count.LARGE", 10)
+    assert count_records(tmp_path / "list.json") is None
+
+
+# ---- the commands
+
+
+def test_the_list(run: Run, shelf: Path, own: Path) -> None:
+    (own / "known_1000.json").write_bytes(DATA)
+    done = run("data", "list", "--json")
+    assert done.code == 0
+    rows = {row["name"]: row for row in json.loads(done.out)["data_sets"]}
+    assert list(rows) == list(DATA_SETS)
+    assert (rows["known"]["from"], rows["known"]["records"]) == ("FACTSCOPE_DATA", 2)
+    assert rows["known"]["path"] == str(own / "known_1000.json")
+    assert [rows[name]["from"] for name in ("everyday", "counterfact", "zsre")] == [
+        "package",
+        "to fetch",
+        "by hand",
+    ]
+    shown = run("data", "list").out
+    assert all(name in shown for name in DATA_SETS)
+    assert str(own / "known_1000.json") in shown
+
+
+def test_getting_one(run: Run, shelf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "data" / "counterfact.json"
+    assert run("data", "get", "counterfact")[:2] == (0, f"{path}\n")
+    assert json.loads(run("data", "get", "counterfact", "--json").out)["path"] == str(path)
+    failed = run("data", "get", "zsre")
+    assert failed.code == 2
+    assert "FACTSCOPE_DATA" in failed.err
+    assert run("data", "get", "zsre", "--sha256", DIGEST).code == 0

@@ -1,0 +1,85 @@
+"""Texts written side by side are those that each row would get alone, without a cache."""
+
+import pytest
+import torch
+
+from factscope.lm.writing import draws_of, write_on
+from test_rome import text_lm
+
+from families import FAMILIES
+
+
+def plain(lm, row: list[int], draws: torch.Tensor, k: int) -> list[int]:
+    """One row, every token by a forward pass over all of it."""
+    ids = list(row)
+    while len(ids) < len(draws):
+        logits = lm.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        best = logits.float().topk(k)
+        reached, choice = best.values.softmax(-1).cumsum(-1), 0
+        while choice < k - 1 and draws[len(ids)] >= reached[choice]:
+            choice += 1
+        ids.append(int(best.indices[choice]))
+    return ids[: len(draws)]
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_rows_of_all_lengths_write_what_each_would_alone(
+    family: str, k: int, steady: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("factscope.lm.writing.FEW", 2)
+    monkeypatch.setattr("factscope.lm.steady.TOLERANCE", {torch.float32: 1e-4})
+    lm = text_lm(family)
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14] * 3, [15, 16, 17, 18]]
+    draws = draws_of(["a", "b", "c", "d"], 12, seed=3)
+    found = write_on(lm, rows, draws, k=k, steady=steady)
+    with torch.no_grad():
+        assert found == [plain(lm, row, mine, k) for row, mine in zip(rows, draws, strict=True)]
+
+
+def test_a_row_draws_by_its_name_and_the_seed_alone() -> None:
+    many = draws_of(["a", "b", "c"], 6, seed=1)
+    assert torch.equal(draws_of(["b"], 6, seed=1)[0], many[1])
+    assert not torch.equal(draws_of(["b"], 6, seed=2)[0], many[1])
+    assert not torch.equal(many[0], many[1])
+    assert torch.equal(draws_of(["a"], 4, seed=1)[0], many[0, :4])
+
+
+def test_draws_follow_the_probabilities() -> None:
+    from factscope.lm.writing import _drawn
+
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).expand(20000, -1)
+    draws = torch.linspace(0, 1, 20001)[:-1]
+    counts = torch.bincount(_drawn(logits, draws, 3), minlength=4) / 20000
+    wanted = torch.tensor([0.0, 2.0, 1.0]).softmax(-1)
+    assert torch.allclose(counts[:3], wanted, atol=1e-3)
+    assert counts[3] == 0
+
+
+def test_a_row_that_is_long_enough_already_is_left_as_it_is() -> None:
+    lm = text_lm("gpt2")
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11]]
+    assert write_on(lm, rows, draws_of(["a", "b"], 4, seed=0), k=1) == [row[:4] for row in rows]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_neox", "opt", "qwen2", "phi3"])
+def test_steps_are_steady_where_a_family_lets_them_be(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every step of a long text would be launched operation by operation."""
+    from factscope.lm import steady
+
+    taken = []
+    steps = steady.steady_steps
+
+    def watched(*x: object) -> torch.Tensor | None:
+        taken.append(steps(*x))  # pyright: ignore[reportArgumentType]
+        return taken[-1]
+
+    monkeypatch.setattr(steady, "steady_steps", watched)
+    lm = text_lm(family)
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    write_on(lm, rows, draws_of(["a", "b"], 16, seed=3), k=5, steady=True)
+    assert len(taken) == 1
+    assert taken[0] is not None
