@@ -94,7 +94,7 @@ def test_a_recipe_is_run_to_its_end_and_goes_on(
     out = tmp_path / "out"
     sweep = read_sweep(out / "sweep")
     assert [point.settings["prefix_lengths"] for point in sweep.points] == [
-        "none", "5x10,10x10", "5x20,10x20",
+        "none", "5x5,10x5", "5x10,10x10",
     ]  # fmt: skip
     assert all(point.summary is not None for point in sweep.points)
     assert (out / "report" / "index.html").is_file()
