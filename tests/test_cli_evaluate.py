@@ -129,3 +129,20 @@ def test_without_a_folder_it_says_so(run: Run, model: Path) -> None:
     done = run("evaluate", "--model", model)
     assert done.code == 2
     assert "--out FOLDER" in done.err
+
+
+def test_trace_and_edit_take_data_sets_by_name(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    known = {"known_id": 0, "subject": "Oslo", "prompt": "Oslo is in", "attribute": "Norway"}
+    (tmp_path / "mine" / "known_1000.json").write_text(json.dumps([known]))
+    (tmp_path / "mine" / "counterfact.json").write_text(json.dumps([record(0)]))
+    monkeypatch.setenv("FACTSCOPE_DATA", "mine")
+    traced = run("trace", "--model", model, "--facts", "known", "--out", "traces", "--json")
+    assert traced.code == 0, traced.err
+    assert json.loads(traced.out)["facts"] == 1
+    quick = ("--method", "ft", "--layer", 1, "--steps", 2)
+    written = run("edit", "--model", model, "--facts", "counterfact", *quick, "-o", "one.edit")
+    assert written.code == 0, written.err
+    assert run("trace", "--model", model, "--facts", "unknown", "--out", "t").code == 2

@@ -127,8 +127,9 @@ def _case(
 def _cases(path: Path, limit: int | None) -> "list[Case]":
     """The cases of a file; what is wrong with others is said."""
     from factscope.data.cases_file import read_cases
+    from factscope.data.find import find
 
-    file = read_cases(path)
+    file = read_cases(find(str(path)))
     for problem in file.problems:
         notes.print(f"left out: {problem}", soft_wrap=True)
     return list(file.cases[:limit])

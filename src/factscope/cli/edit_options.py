@@ -30,7 +30,7 @@ Occurrence = Annotated[
     int | None, typer.Option(help="Which of the subject's places in the prompt, from 1.")
 ]
 Facts = Annotated[
-    Path | None, typer.Option(help="Write many facts at once: CounterFact, or a list of one's own.")
+    Path | None, typer.Option(help="Write many facts at once: a file, or a data set by name.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many facts.", min=1)]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Keep the edit in this file.")]

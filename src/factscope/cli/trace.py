@@ -50,6 +50,7 @@ def trace(
     gradient_path: flags.GradientPath = None,
 ) -> None:
     """Trace a fact: which states bring the answer back after the subject was hidden?"""
+    from factscope.data.find import find
     from factscope.lm.load import load
     from factscope.runs.tracing import TraceRun
     from factscope.tracing.memory import parse_bytes
@@ -67,7 +68,8 @@ def trace(
     if facts is not None:
         if prompt is not None or out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
-        run = TraceRun(model=model, dtype=dtype, facts=facts, limit=limit, settings=settings)
+        file = find(str(facts))
+        run = TraceRun(model=model, dtype=dtype, facts=file, limit=limit, settings=settings)
         _many(run, device, device_map, out, bound, json)
         return
     if prompt is None or subject is None:

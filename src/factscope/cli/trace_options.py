@@ -28,7 +28,9 @@ Occurrence = Annotated[
     int | None, typer.Option(help="Which of the subject's places in the prompt, from 1.")
 ]
 Target = Annotated[str | None, typer.Option(help="The answer that is expected.")]
-Facts = Annotated[Path | None, typer.Option(help="Trace every fact of a JSON or JSON-lines file.")]
+Facts = Annotated[
+    Path | None, typer.Option(help="Trace every fact of a file, or of a data set: known.")
+]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many facts.", min=1)]
 Out = Annotated[
     Path | None,
