@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from factscope.analysis.estimate import Estimate, estimate
+from factscope.analysis.metrics import SUCCESSES, case_metrics, harmonic_mean
 from factscope.data.cases_file import read_cases
 from factscope.editing.edit import Edit
 from factscope.editing.methods import editor
-from factscope.evaluation.score import Ask, answers
+from factscope.evaluation.cases import Asking, score_cases
 from factscope.facts import Case
 from factscope.lm.load import load
 from factscope.lm.model import LM
@@ -63,37 +64,12 @@ def made(lm: LM, plan: dict, cases: Sequence[Case], stats: Path) -> list[Edit | 
 
 def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> dict[str, Estimate]:
     """ES, PS and NS; a case without an edit is scored unedited."""
-    good = [i for i, edit in enumerate(edits) if isinstance(edit, Edit)]
-    seat = {i: number for number, i in enumerate(good)}
     usable = [edit.to(lm.device) for edit in edits if isinstance(edit, Edit)]
-    asked: list[tuple[int, str, str]] = [
-        (i, kind, text)
-        for i, case in enumerate(cases)
-        for kind, texts in (
-            ("ES", (case.fact.text,)), ("PS", case.paraphrases), ("NS", case.neighbours)
-        )
-        for text in texts
-    ]  # fmt: skip
-    asks = [
-        Ask(text, target or "", seat.get(i))
-        for i, _, text in asked
-        for target in (cases[i].fact.target, cases[i].true)
-    ]
-    found = answers(lm, asks, usable, tokens=32768 if lm.device.type == "cuda" else 4096)
-    wins: dict[str, dict[int, list[float]]] = {"ES": {}, "PS": {}, "NS": {}}
-    for (i, kind, _), new, true in zip(asked, found[::2], found[1::2], strict=True):
-        better = new.nll < true.nll if kind != "NS" else true.nll < new.nll
-        wins[kind].setdefault(i, []).append(float(better))
-    return {
-        kind: estimate([sum(x) / len(x) for x in by_case.values()])
-        for kind, by_case in wins.items()
-    }
-
-
-def harmonic(found: dict[str, Estimate]) -> float:
-    """S, the harmonic mean of the three."""
-    means = [max(x.mean, 1e-9) for x in found.values()]
-    return len(means) / sum(1 / x for x in means)
+    number = iter(range(len(usable)))
+    seats = [next(number) if isinstance(edit, Edit) else None for edit in edits]
+    asking = Asking(length=0, attributes=False)
+    found = [case_metrics(x) for x in score_cases(lm, cases, usable, seats, asking=asking)]
+    return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESSES}
 
 
 def health(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
@@ -157,7 +133,8 @@ def write(
     path: Path, plan: dict, found: dict[str, Estimate], seen: dict, seconds: float, cases: int
 ) -> None:
     numbers = {kind: [x.mean, x.half_width] for kind, x in found.items()}
-    row = {**plan, "cases": cases, "S": harmonic(found), **numbers, "health": seen,
+    mean = harmonic_mean([x.mean for x in found.values()])
+    row = {**plan, "cases": cases, "S": mean, **numbers, "health": seen,
            "seconds": round(seconds, 2)}  # fmt: skip
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

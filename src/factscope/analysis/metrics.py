@@ -19,7 +19,16 @@ from factscope.analysis.texts import fluency
 from factscope.errors import BadRecord
 from factscope.records import Asked, CaseRecord, CaseScores, Moment, Protocol
 
-__all__ = ["METRICS", "UNEDITED", "Summary", "case_metrics", "put_together", "summaries"]
+__all__ = [
+    "METRICS",
+    "SUCCESSES",
+    "UNEDITED",
+    "Summary",
+    "case_metrics",
+    "harmonic_mean",
+    "put_together",
+    "summaries",
+]
 
 UNEDITED = "none"
 """The method of the model as it is."""
@@ -86,6 +95,7 @@ METRICS: dict[str, Metric] = {
 """Every metric of one case's scores; NaN where nothing was measured. Attributes have none."""
 
 SUCCESSES = ("ES", "PS", "NS")
+"""What S is the mean of."""
 
 
 def mean(values: Iterable[float]) -> float:

@@ -16,11 +16,14 @@ from factscope.cli.stats import parse_layers
 from factscope.errors import BadSetting, FactscopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from factscope.analysis.sweep import Grid, Setting
     from factscope.editing.editor import Editor
+    from factscope.facts import Fact
+    from factscope.lm.model import LM
     from factscope.runs.evaluating import EvaluateRun
+    from factscope.runs.sweeping import SweepPoint
 
 __all__ = ["sweep"]
 
@@ -83,7 +86,7 @@ def sweep(
 
     Every point is an evaluation in a folder of its own; the unedited model is asked once.
     """
-    from factscope.runs.sweeping import SweepPoint, SweepRun
+    from factscope.runs.sweeping import SweepRun
 
     if out is None:
         raise BadSetting("give --out FOLDER: every point is kept there, and it goes on from there")
@@ -108,20 +111,31 @@ def sweep(
     lm = worker.load(model, dtype, device_map)
     swept = SweepRun(base=base, grid=grid)
     folder = swept.begin(lm, out)
-    facts = [case.fact for case in file.cases]
+    points = _points(lm, settings, runs, [case.fact for case in file.cases])
+    with progress(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
+        swept.go_on(
+            lm, folder, points, file.cases, crews=lambda run: worker.crew(lm, run), done=done
+        )
+    tell_sweep(folder, None, json)
+
+
+def _points(
+    lm: "LM",
+    settings: "Sequence[Mapping[str, Setting]]",
+    runs: "Sequence[EvaluateRun]",
+    facts: "Sequence[Fact]",
+) -> "list[SweepPoint]":
+    """The grid's points, each with statistics for its editor, or with why there are none."""
+    from factscope.runs.sweeping import SweepPoint
+
     ready = each_with_statistics(lm, [run.editor for run in runs], facts)
-    points = [
+    return [
         SweepPoint(
             settings=where,
             run=made if isinstance(made, FactscopeError) else replace(run, editor=made),
         )
         for where, run, made in zip(settings, runs, ready, strict=True)
     ]
-    with progress(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
-        swept.go_on(
-            lm, folder, points, file.cases, crews=lambda run: worker.crew(lm, run), done=done
-        )
-    tell_sweep(folder, None, json)
 
 
 def grid_of(

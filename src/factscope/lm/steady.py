@@ -5,7 +5,6 @@ step reads and writes the same places of memory whatever was written before (`lm
 """
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["steady_steps"]
 
 log = logging.getLogger(__name__)
-
-Next = Callable[[Tensor, Tensor], Tensor]
-"""Logits and a position → the tokens there."""
 
 TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 """By how much a steady step's logits may differ from a plain one's, in units of the largest."""
