@@ -59,7 +59,7 @@ def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPa
 
     wanted, wanted_slope, apart = losses()
     assert not apart
-    monkeypatch.setattr(short_attention, "_possible", lambda device: True)
+    monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
     lm.kept.clear()
     found, slope, apart = losses()
     assert torch.allclose(found, wanted, rtol=1e-5)
@@ -69,7 +69,7 @@ def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPa
 
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = text_lm("gpt2")
-    monkeypatch.setattr(short_attention, "_possible", lambda device: True)
+    monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
 
     def apart() -> bool:
         lm.kept.clear()

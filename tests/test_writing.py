@@ -22,18 +22,20 @@ def plain(lm, row: list[int], draws: torch.Tensor, k: int) -> list[int]:
     return ids[: len(draws)]
 
 
-@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("steady", [False, True, "own kernel"])
 @pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_rows_of_all_lengths_write_what_each_would_alone(
-    family: str, k: int, steady: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, k: int, steady: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if steady == "own kernel":
+        monkeypatch.setattr("factscope.lm.steady.kernels_here", lambda device: True)
     monkeypatch.setattr("factscope.lm.writing.FEW", 2)
     monkeypatch.setattr("factscope.lm.steady.TOLERANCE", {torch.float32: 1e-4})
     lm = text_lm(family)
     rows = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14] * 3, [15, 16, 17, 18]]
     draws = draws_of(["a", "b", "c", "d"], 12, seed=3)
-    found = write_on(lm, rows, draws, k=k, steady=steady)
+    found = write_on(lm, rows, draws, k=k, steady=bool(steady))
     with torch.no_grad():
         assert found == [plain(lm, row, mine, k) for row, mine in zip(rows, draws, strict=True)]
 
@@ -83,3 +85,22 @@ def test_steps_are_steady_where_a_family_lets_them_be(
     write_on(lm, rows, draws_of(["a", "b"], 16, seed=3), k=5, steady=True)
     assert len(taken) == 1
     assert taken[0] is not None
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("position", [0, 5, 31, 32, 40])
+def test_attention_of_the_last_token_is_torchs_own(position: int, key_heads: int) -> None:
+    from factscope.lm.last_kernels import attend_last
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(3, heads, tokens, 20, generator=generator)
+
+    query, keys, values = draw(4, 1), draw(key_heads, 50), draw(key_heads, 50)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, keys[:, :, : position + 1], values[:, :, : position + 1], scale=0.3,
+        enable_gqa=key_heads < 4,
+    ).transpose(1, 2)  # fmt: skip
+    found = attend_last(query, keys, values, torch.tensor([position]), 0.3)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["multiplies_halves", "short_attention"]
+__all__ = ["NAME", "kernels_here", "multiplies_halves", "short_attention"]
 
 NAME = "sdpa"
 """The attention of transformers that is replaced: its default."""
@@ -33,7 +33,7 @@ class Use:
 @contextmanager
 def short_attention(device: torch.device) -> Iterator[Use]:
     """Inside, models that use transformers' default attention use ours, where that is possible."""
-    use = Use(_possible(device))
+    use = Use(kernels_here(device))
     if not use.possible:
         yield use
         return
@@ -46,7 +46,8 @@ def short_attention(device: torch.device) -> Iterator[Use]:
         del ALL_ATTENTION_FUNCTIONS[NAME]  # back to the library's own
 
 
-def _possible(device: torch.device) -> bool:
+def kernels_here(device: torch.device) -> bool:
+    """Whether kernels of our own can run on a device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

@@ -5,6 +5,8 @@ step reads and writes the same places of memory whatever was written before (`lm
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers import DynamicCache
 
 from factscope.lm.quick import quick_blocks
 from factscope.lm.recorded import Recorded
+from factscope.lm.short_attention import NAME, kernels_here, multiplies_halves
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -37,12 +40,44 @@ def steady_steps(
     if any(size is not None and size < next_.length for size in _windows(lm)):
         log.info("no steady steps: attention reaches back less far than the texts are long")
         return None
-    for quickly in (True, False):
-        with quick_blocks(lm.blocks if quickly and lm.device.type == "cuda" else ()):
-            rest = _steps(lm, tokens, _Fixed(cache, next_.length), position, next_)
+    quick = lm.blocks if lm.device.type == "cuda" else ()
+    for blocks, own in ((quick, True), (quick, False), ((), False)):
+        if own and not kernels_here(lm.device):
+            continue
+        kind = torch.half if own and multiplies_halves(lm.dtype) else lm.dtype
+        fixed = _Fixed(cache, next_.length, kind)
+        with quick_blocks(blocks), _last_attention(fixed) if own else nullcontext():
+            rest = _steps(lm, tokens, fixed, position, next_)
         if rest is not None:
             return rest
     return None
+
+
+@contextmanager
+def _last_attention(cache: "_Fixed") -> Iterator[None]:
+    """Inside, transformers' default attention to these keys and values is our own kernel."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from factscope.lm.last_kernels import attend_last
+
+    usual = ALL_ATTENTION_FUNCTIONS[NAME]
+    ours = {keys.data_ptr() for keys, _ in cache.room}
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        asks_more = more.get("position_bias") is not None or more.get("softcap") is not None
+        if key.data_ptr() not in ours or query.shape[2] != 1 or asks_more:
+            return usual(module, query, key, value, attention_mask, scaling=scaling, **more)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_last(query, key, value, cache.position, scale), None
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[NAME]  # back to the library's own
 
 
 def _windows(lm: "LM") -> list[int | None]:
@@ -58,9 +93,9 @@ def _steps(
     cache.position.fill_(position)
     try:
         first = _logits(lm, tokens, cache)
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and caches fail in many ways; plain steps are there
         log.info("no steady steps: %s", str(error).partition("\\n")[0])
         return None
     if not _agree(first, _plain(lm, tokens, cache, position)):
@@ -112,7 +147,8 @@ def _plain(
     """The same by a cache that grows."""
     growing = DynamicCache()
     for layer, (keys, values) in enumerate(cache.room):
-        growing.update(keys[:, :, :position].clone(), values[:, :, :position].clone(), layer)
+        k, v = (x[:, :, :position].to(lm.dtype, copy=True) for x in (keys, values))
+        growing.update(k, v, layer)
     states = lm.model.base_model(tokens[:, None], past_key_values=growing, use_cache=True)
     return lm.head(states.last_hidden_state[:, -1])
 
@@ -125,9 +161,9 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
 class _Fixed(DynamicCache):
     """A cache with room for a given number of tokens, which writes where `position` says."""
 
-    def __init__(self, before: Any, length: int) -> None:
+    def __init__(self, before: Any, length: int, kind: torch.dtype) -> None:
         super().__init__()
-        self.room = [_roomy(layer.keys, layer.values, length) for layer in before.layers]
+        self.room = [_roomy(layer.keys, layer.values, length, kind) for layer in before.layers]
         keys = self.room[0][0]
         self.length = length
         self.position = torch.zeros(1, dtype=torch.long, device=keys.device)
@@ -139,8 +175,8 @@ class _Fixed(DynamicCache):
         """Put a token's keys and values in their place; all of them are given back."""
         keys, values = self.room[layer_idx]
         at = self.position.to(keys.device)
-        keys.index_copy_(2, at, key_states)
-        values.index_copy_(2, at, value_states)
+        keys.index_copy_(2, at, key_states.to(keys.dtype))
+        values.index_copy_(2, at, value_states.to(values.dtype))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -148,11 +184,11 @@ class _Fixed(DynamicCache):
         return self.length
 
 
-def _roomy(keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _roomy(keys: Tensor, values: Tensor, length: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same keys and values at the beginning of longer ones."""
     both = []
     for x in (keys, values):
-        room = x.new_zeros(*x.shape[:2], length, x.shape[-1])
+        room = x.new_zeros(*x.shape[:2], length, x.shape[-1], dtype=kind)
         room[:, :, : x.shape[2]] = x
         both.append(room)
     return both[0], both[1]
