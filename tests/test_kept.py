@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from factscope.editing.kept import NAME, Kept, kept_for
+from factscope.editing import kept
+from factscope.editing.kept import NAME, Shelf, kept_for
 from factscope.editing.problem import Problem, pose
 from factscope.editing.requests import request
+from factscope.editing.room import Room
 from factscope.editing.values import _looking
 from factscope.facts import Fact
 from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
 from test_rome import FEW, PREFIXES, text_lm
+
+from families import FAMILIES
 
 FIRST = Fact(subject="The Eiffel Tower", prompt="{} is in", target="Rome")
 SAME_SHAPE = Fact(subject="The Tower Eiffel", prompt="{} in is", target="Peru")
@@ -28,9 +32,13 @@ def looked(problem: Problem, look: object = None) -> tuple[torch.Tensor, torch.T
     return (look or _looking(problem))(delta)  # pyright: ignore
 
 
-def keep(lm: LM, fact: Fact) -> Kept:
+def keep(lm: LM, fact: Fact) -> Shelf:
+    """What `factscope.editing.kept.keep` does on a GPU."""
     problem = posed(lm, fact)
-    lm.kept[NAME] = Kept.of(problem, _looking(problem))
+    if NAME in lm.kept:
+        lm.kept[NAME].add(problem, _looking(problem))
+    else:
+        lm.kept[NAME] = Shelf.of(problem, _looking(problem))
     return lm.kept[NAME]
 
 
@@ -54,8 +62,51 @@ def test_another_shape_is_not_taken() -> None:
     lm = text_lm("gpt2")
     keep(lm, FIRST)
     assert kept_for(posed(lm, replace(FIRST, prompt="{} is in the"))) is None
-    assert kept_for(posed(lm, FIRST, layer=1)) is None
     assert kept_for(posed(lm, FIRST)) is not None
+    assert kept_for(posed(lm, FIRST, layer=1)) is None
+
+
+def test_shapes_stand_side_by_side_and_the_one_unused_longest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = text_lm("gpt2")
+    shapes = [replace(FIRST, prompt=prompt) for prompt in ("{} is", "{} is in", "{} is in the")]
+    monkeypatch.setattr(kept, "MOST", 2)
+    keep(lm, shapes[0])
+    keep(lm, shapes[1])
+    assert kept_for(posed(lm, shapes[0])) is not None
+    keep(lm, shapes[2])
+    assert [kept_for(posed(lm, shape)) is not None for shape in shapes] == [True, False, True]
+
+
+def test_another_precision_is_not_taken() -> None:
+    lm = text_lm("gpt2")
+    keep(lm, FIRST)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert kept_for(posed(lm, FIRST)) is None
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+ROOMY = Fact(subject="The Tower", prompt="{} is in the town of", target="Peru")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_room_changes_no_loss_and_joins_shapes(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = text_lm(family)
+    facts = (FIRST, ROOMY, replace(FIRST, target="Peru Rome"))
+    wanted = [looked(posed(lm, fact)) for fact in facts]
+    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(32))
+    keep(lm, FIRST)
+    for fact, right in zip(facts, wanted, strict=True):
+        problem = posed(lm, fact)
+        look = kept_for(problem)
+        assert look is not None
+        for found, one in zip(looked(problem, look), right, strict=True):
+            assert (found - one).norm() < 1e-4 * one.norm()
 
 
 def test_weights_above_that_changed_are_noticed() -> None:
@@ -67,6 +118,7 @@ def test_weights_above_that_changed_are_noticed() -> None:
     weight = lm.mlp_weight(2)
     weight.data[0, 0] += 1.0  # autograd does not count this one
     assert kept_for(posed(lm, FIRST)) is None
+    assert NAME not in lm.kept
     keep(lm, FIRST)
     with torch.no_grad():
         weight[0, 0] = -weight[0, 0]  # and this one leaves every norm as it was

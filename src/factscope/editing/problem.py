@@ -7,16 +7,18 @@ with its own δ.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.editing.requests import Request, Row, Token, essence_row, padded
+from factscope.editing.room import Room
 from factscope.errors import BadSetting
 from factscope.lm.forward import Run, forward
 from factscope.lm.hooks import on_output, on_pass
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Posed", "Problem", "Site", "ValueSearch", "pose"]
 
 log = logging.getLogger(__name__)
+
+Quick = Callable[[], AbstractContextManager[None]]
 
 Site = Literal["mlp", "state"]
 """Where δ is added: to the MLP's contribution m of a layer (ROME) or to its state h (MEMIT)."""
@@ -123,6 +127,13 @@ class Problem:
         """The blocks above, on these strands."""
         return Replay(self.lm, self.run, self.view, apart=self.apart)
 
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        """All modules that its losses run."""
+        first = self.layer + (self.site == "state")
+        heads = [*self.lm.norms, self.lm.model.get_output_embeddings()]
+        return [m for part in (*self.lm.blocks[first:], *heads) for m in part.modules()]
+
     def prepare(self) -> None:
         """Make everything that does not depend on δ: a recording would make it again each time."""
         _ = self.at_spot
@@ -184,7 +195,8 @@ class Problem:
         probe = torch.ones_like(self.hidden[: len(self.size), 0].float())
         shift = self._shift(probe * (self.size / probe.shape[-1] ** 0.5)[:, None])
         gap = (self.first_block(shift) - (after + shift)).abs().max()
-        tolerance = 1e-4 if self.hidden.dtype == torch.float32 else 2e-2
+        exact = self.hidden.dtype == torch.float32 and not multiplies_halves(torch.float32)
+        tolerance = 1e-4 if exact else 2e-2
         if gap > tolerance * shift.abs().max():
             return self
         return replace(self, site="state", hidden=after)
@@ -227,16 +239,25 @@ class Posed:
 
 @torch.no_grad()
 def pose(
-    lm: "LM", requests: Sequence[Request], layer: int, site: Site, token: Token, search: ValueSearch
-) -> Posed:
-    """One run over every row of the facts, and the problem that it leaves."""
+    lm: "LM", requests: Sequence[Request], layer: int, site: Site, token: Token,
+    search: ValueSearch, quick: Quick | None = None,
+) -> Posed:  # fmt: skip
+    """One run over every row of the facts, and the problem that it leaves.
+
+    `quick` makes the run faster while inside (`lm.quick`).
+    """
     at_place = search.essence_at == "place"
+    room = Room.of(lm, len(requests))
     rows: list[Row] = []
     owner: list[int] = []
     for i, asked in enumerate(requests):
         rows += [*asked.rows, essence_row(lm, asked.fact, token, at_place=at_place)]
         owner += [i] * (len(asked.rows) + 1)
-    run, keys, values = _run(lm, rows, layer, quickly=len(requests) >= MANY)
+    longest = max(len(row.ids) for row in rows)
+    ids = padded(rows, lm.device, room.slots(longest, lm.context))
+    if quick is None and len(requests) >= MANY and lm.device.type == "cuda":
+        quick = partial(quick_blocks, lm.blocks)
+    run, keys, values = _run(lm, ids, layer, quick)
     place = torch.tensor([row.place for row in rows])
     number = torch.arange(len(rows))
     keys, values = (x[number, place].float() for x in (keys, values))
@@ -244,7 +265,7 @@ def pose(
         values = run.states[layer][number, place].float()
     ends = [i for i in range(len(rows)) if i + 1 == len(rows) or owner[i + 1] != owner[i]]
     taught = [slice(end - len(asked.rows), end) for end, asked in zip(ends, requests, strict=True)]
-    problem = _problem(lm, requests, rows, owner, run, layer, site, search, values)
+    problem = _problem(lm, requests, rows, owner, run, layer, site, search, values, room)
     return Posed(
         problem=_lightened(problem),
         keys=[keys[mine] for mine in taught],
@@ -253,20 +274,18 @@ def pose(
 
 
 def _run(
-    lm: "LM", rows: Sequence[Row], layer: int, *, quickly: bool
+    lm: "LM", ids: Int[Tensor, "row token"], layer: int, quick: Quick | None
 ) -> tuple[Run, Float[Tensor, "row token key"], Float[Tensor, "row token value"]]:
     """The rows' run, and what went into and came out of the layer's MLP output weight."""
-    ids = padded(rows, lm.device)
     kept: list[Tensor] = []
 
     def keep(x: Tensor, output: Tensor) -> None:
         kept.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
 
-    quickly = quickly and lm.device.type == "cuda"
-    with on_pass((lm.mlp_out(layer), keep)), quick_blocks(lm.blocks if quickly else ()):
+    with on_pass((lm.mlp_out(layer), keep)), quick() if quick else nullcontext():
         run = forward(lm, ids)
-    if quickly and not run.states[-1].isfinite().all():  # quick products left their range
-        return _run(lm, rows, layer, quickly=False)
+    if quick and not run.states[-1].isfinite().all():  # quick products left their range
+        return _run(lm, ids, layer, None)
     return run, kept[0], kept[1]
 
 
@@ -321,12 +340,12 @@ def _last_block(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def _problem(
     lm: "LM", requests: Sequence[Request], rows: Sequence[Row], owner: Sequence[int], run: Run,
-    layer: int, site: Site, search: ValueSearch, values: Tensor,
+    layer: int, site: Site, search: ValueSearch, values: Tensor, room: Room,
 ) -> Problem:  # fmt: skip
     """The strands, the reads and the unedited essence."""
     device = run.inputs.device
     starts = [row.place if lm.arch.packs else 0 for row in rows]
-    view = _view(rows, starts, device)
+    view = _view(rows, starts, run.inputs, room)
 
     def tensor(numbers: Sequence[int] | Sequence[float]) -> Tensor:
         return torch.tensor(numbers, device=device)
@@ -339,6 +358,7 @@ def _problem(
         for i in range(first[f], essence[f])
         for read, label in zip(rows[i].reads, request.target, strict=True)
     ]
+    reads += [(0, 0, 0, 0.0, 0)] * (room.reads(len(reads)) - len(reads))
     strand, slot, fact, weight, label = zip(*reads, strict=True)
     entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
     last = run.states[-1]
@@ -356,9 +376,13 @@ def _problem(
     )  # fmt: skip
 
 
-def _view(rows: Sequence[Row], starts: Sequence[int], device: torch.device) -> View:
+def _view(
+    rows: Sequence[Row], starts: Sequence[int], inputs: Float[Tensor, "row token width"], room: Room
+) -> View:
     """Each row's tokens from its start on, as one stretch."""
-    width = max(len(row.ids) - start for row, start in zip(rows, starts, strict=True))
+    device = inputs.device
+    longest = max(len(row.ids) - start for row, start in zip(rows, starts, strict=True))
+    width = room.slots(longest)
     position = torch.zeros(len(rows), width, dtype=torch.long)
     start = torch.full((len(rows), width), -1)
     for i, (row, begin) in enumerate(zip(rows, starts, strict=True)):
@@ -369,5 +393,5 @@ def _view(rows: Sequence[Row], starts: Sequence[int], device: torch.device) -> V
         row=torch.arange(len(rows), device=device),
         position=position.to(device),
         start=start.to(device),
-        past=max(starts),
+        past=room.slots(max(starts), inputs.shape[1]),
     )

@@ -121,9 +121,14 @@ def place_of(token: Token, subject: tuple[int, int], end: int) -> int:
     return places[token]
 
 
-def padded(rows: Sequence[Row], device: torch.device) -> Int[Tensor, "row token"]:
-    """The rows' ids, shorter ones filled up on the right with zeros, which nothing looks at."""
-    length = max(len(row.ids) for row in rows)
+def padded(
+    rows: Sequence[Row], device: torch.device, length: int | None = None
+) -> Int[Tensor, "row token"]:
+    """The rows' ids, filled up on the right with zeros, which nothing looks at.
+
+    All become as long as the longest, or longer if a length says so.
+    """
+    length = length or max(len(row.ids) for row in rows)
     filled = [[*row.ids, *[0] * (length - len(row.ids))] for row in rows]
     return torch.tensor(filled, device=device)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from factscope.editing.batches import in_batches
 from factscope.editing.editor import Done, each_or_error
-from factscope.editing.kept import keep, kept_for
+from factscope.editing.kept import keep, kept_for, memory_for, quick_above, shelf_of
 from factscope.editing.problem import Posed, Problem, Site, ValueSearch, pose
 from factscope.editing.requests import Request, Token, requests_of
 from factscope.errors import FactscopeError, NoProgress
 from factscope.facts import Fact
-from factscope.lm.quick import MANY, quick_blocks
+from factscope.lm.quick import MANY
 from factscope.lm.recorded import Recorded
 from factscope.lm.short_attention import short_attention
 
@@ -67,7 +67,9 @@ def search_each(
     """The value of each fact, searched in batches; a fact that fails has its error there."""
 
     def solve(requests: Sequence[Request], done: Done) -> list[Sought | FactscopeError]:
-        return search(pose(lm, requests, layer, site, token, settings), requests, done)
+        shelf = shelf_of(lm) if len(requests) == 1 else None
+        quick = None if shelf is None else shelf.quick
+        return search(pose(lm, requests, layer, site, token, settings, quick), requests, done)
 
     def solve_all(requests: list[Request]) -> list[Sought | FactscopeError]:
         return in_batches(lm, requests, layer, solve, at_once=at_once, done=done)
@@ -104,11 +106,10 @@ def _descend(
     with ExitStack() as stack:
         look = kept_for(problem) if split_products else None
         if look is None:
-            above = problem.lm.blocks[problem.layer :]
-            stack.enter_context(quick_blocks(above, split_products=split_products))
+            stack.enter_context(quick_above(problem, split_products=split_products))
             if problem.apart:
                 stack.enter_context(short_attention(problem.hidden.device))
-            look = _looking(problem)
+            look = _looking(problem, memory_for(problem))
         current, batch = problem, torch.arange(len(losses), device=problem.size.device)
         going = torch.ones_like(batch, dtype=torch.bool)
         for step in range(1, steps + 1):
@@ -133,7 +134,7 @@ def _descend(
                 current = problem.only(batch)
                 look = _looking(current)
         if split_products:
-            keep(current, look)
+            keep(problem, look)
     return adam.delta, losses
 
 
@@ -156,8 +157,8 @@ class _Adam:
         self.delta[facts] = torch.where(norm > longest, moved * longest / norm, moved)
 
 
-def _looking(problem: Problem) -> Recorded:
-    """The losses at δ and their slopes, as a function of δ."""
+def _looking(problem: Problem, memory: Any = None) -> Recorded:
+    """The losses at δ and their slopes, as a function of δ; a recording computes in the memory."""
     problem.prepare()
     block = sum(weight.numel() for weight in problem.lm.blocks[-1].parameters())
     slots = problem.view.position.numel()
@@ -169,7 +170,7 @@ def _looking(problem: Problem) -> Recorded:
             slope = torch.autograd.grad(SCALE * losses.sum(), delta)[0]
         return losses.detach(), slope / SCALE
 
-    return Recorded(look, pays=slots * block < HEAVY)
+    return Recorded(look, pays=slots * block < HEAVY, pool=memory)
 
 
 def _only_losses(problem: Problem, delta: Tensor) -> tuple[Tensor, Tensor]:

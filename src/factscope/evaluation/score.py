@@ -7,10 +7,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor
 
 from factscope.editing.edit import Edit
 from factscope.editing.rows import edited
+from factscope.lm.quick import MANY, quick_blocks
 from factscope.lm.tokens import continuation, encode
 
 if TYPE_CHECKING:
@@ -51,57 +53,88 @@ class Answer:
 def answers(
     lm: "LM", asks: Sequence[Ask], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
 ) -> list[Answer]:
-    """Every question's answer, in the order asked; rows of like length go together."""
-    coded: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for ask in asks:
-        prompt = encode(lm, ask.text)
-        coded.append((prompt.ids, continuation(lm, prompt, ask.text, ask.target.strip())))
-    order = sorted(range(len(asks)), key=lambda i: len(coded[i][0]) + len(coded[i][1]))
+    """Every question's answer, in the order asked; rows of like length go together.
+
+    Words of one token are looked up behind the prompt alone, so that all such words after the same
+    prompt take one row.
+    """
+    prompts = {text: encode(lm, text) for text in dict.fromkeys(ask.text for ask in asks)}
+    questions: dict[_Row, list[tuple[int, tuple[int, ...]]]] = {}
+    for i, ask in enumerate(asks):
+        prompt = prompts[ask.text]
+        target = continuation(lm, prompt, ask.text, ask.target.strip())
+        row = _Row((*prompt.ids, *target[:-1]), ask.edit)
+        questions.setdefault(row, []).append((i, target))
+    order = sorted(questions, key=lambda row: len(row.ids))
     found: dict[int, Answer] = {}
     while order:
-        longest = len(coded[order[-1]][0]) + len(coded[order[-1]][1])
-        some = order[-max(1, tokens // longest) :]
+        some = order[-max(1, tokens // len(order[-1].ids)) :]
         order = order[: -len(some)]
-        rows = [coded[i] for i in some]
-        whose = [asks[i].edit for i in some]
-        for i, answer in zip(some, _batch(lm, rows, whose, edits), strict=True):
-            found[i] = answer
+        found |= _batch(lm, some, [questions[row] for row in some], edits)
     return [found[i] for i in range(len(asks))]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Tokens to be read, and the edit under which."""
+
+    ids: tuple[int, ...]
+    edit: int | None
 
 
 def _batch(
     lm: "LM",
-    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    whose: Sequence[int | None],
+    rows: Sequence[_Row],
+    questions: Sequence[Sequence[tuple[int, tuple[int, ...]]]],
     edits: Sequence[Edit],
-) -> list[Answer]:
+) -> dict[int, Answer]:
     """One forward pass; the head only where a target's token is due."""
-    length = max(len(prompt) + len(target) for prompt, target in rows) - 1
-    full = [[*prompt, *target[:-1]] for prompt, target in rows]
-    ids = torch.tensor([row + [0] * (length - len(row)) for row in full], device=lm.device)
-    used = sorted({i for i in whose if i is not None})
-    seats = [used.index(i) if i is not None else len(used) for i in whose]
-    with edited(lm, [*(edits[i] for i in used), None], seats):
-        states = lm.model.base_model(ids, use_cache=False).last_hidden_state
-    due = [(i, len(p) - 1 + j) for i, (p, t) in enumerate(rows) for j in range(len(t))]
-    row, slot = torch.tensor(due, device=states.device).T
+    states = _states(lm, rows, edits)
+    asked = [(n, i, target) for n, mine in enumerate(questions) for i, target in mine]
+    due = [
+        (n, len(rows[n].ids) - len(target) + j)
+        for n, _, target in asked
+        for j in range(len(target))
+    ]
+    places = list(dict.fromkeys(due))
+    number = {place: k for k, place in enumerate(places)}
+    row, slot = torch.tensor(places, device=states.device).T
     logs = lm.head(states[row, slot]).float().log_softmax(-1)
-    labels = torch.tensor([token for _, target in rows for token in target], device=logs.device)
-    losses = iter(nn.functional.nll_loss(logs, labels, reduction="none").tolist())
-    rights = iter((logs.argmax(-1) == labels).tolist())
-    firsts = [due.index((i, len(prompt) - 1)) for i, (prompt, _) in enumerate(rows)]
-    best = logs[firsts].max(-1)
-    tops = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-    result: list[Answer] = []
-    for (_, target), (top, probability) in zip(rows, tops, strict=True):
-        mine = list(islice(losses, len(target)))
-        result.append(
-            Answer(
-                nll=sum(mine) / len(mine),
-                first=math.exp(-mine[0]),
-                right=tuple(islice(rights, len(target))),
-                top=lm.tokenizer.decode([top]),
-                top_probability=probability,
-            )
+    best = logs.max(-1)
+    tops, highest = best.indices.tolist(), best.values.tolist()
+    reads = [number[place] for place in due]
+    labels = [token for _, _, target in asked for token in target]
+    at = torch.tensor([reads, labels], device=logs.device)
+    said = zip(reads, (-logs[at[0], at[1]]).tolist(), labels, strict=True)
+    result: dict[int, Answer] = {}
+    for _, i, target in asked:
+        mine = list(islice(said, len(target)))
+        first, losses = mine[0][0], [loss for _, loss, _ in mine]
+        result[i] = Answer(
+            nll=sum(losses) / len(losses),
+            first=math.exp(-losses[0]),
+            right=tuple(tops[read] == token for read, _, token in mine),
+            top=lm.tokenizer.decode([tops[first]]),
+            top_probability=math.exp(highest[first]),
         )
     return result
+
+
+def _states(
+    lm: "LM", rows: Sequence[_Row], edits: Sequence[Edit], *, quickly: bool = True
+) -> Float[Tensor, "row token width"]:
+    """The last layer's states, each row under its own edit."""
+    length = max(len(row.ids) for row in rows)
+    ids = torch.tensor([[*row.ids, *[0] * (length - len(row.ids))] for row in rows]).to(lm.device)
+    used = sorted({row.edit for row in rows if row.edit is not None})
+    place = {edit: n for n, edit in enumerate(used)}
+    seats = [len(used) if row.edit is None else place[row.edit] for row in rows]
+    quickly = quickly and lm.device.type == "cuda" and len(rows) >= MANY
+    with (
+        edited(lm, [*(edits[i] for i in used), None], seats),
+        quick_blocks(lm.blocks if quickly else ()),
+    ):
+        states = lm.model.base_model(ids, use_cache=False).last_hidden_state
+    if quickly and not states.isfinite().all():  # quick products left their range
+        return _states(lm, rows, edits, quickly=False)
+    return states

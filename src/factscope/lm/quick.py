@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from factscope.lm.products import available, half_product, split_product
 
-__all__ = ["MANY", "quick", "quick_blocks"]
+__all__ = ["MANY", "quick", "quick_blocks", "replaced"]
 
 MANY = 8
 """From so many facts or texts on, computing takes a GPU longer than launching: set-up then pays."""
@@ -29,7 +29,7 @@ def quick(block: nn.Module, *, split_products: bool = True) -> Iterator[None]:
         for module in block.modules():
             forward = _faster(module, split_products)
             if forward is not None and "forward" not in vars(module):  # else accelerate holds it
-                stack.enter_context(_replaced(module, forward))
+                stack.enter_context(replaced(module, forward))
         yield
 
 
@@ -64,7 +64,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module's calls answered by another function while inside."""
     module.forward = forward
     try:
         yield

@@ -7,11 +7,14 @@ takes longer than computing them. A CUDA graph launches them all at once.
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["Recorded"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +28,16 @@ class Recorded:
     """
 
     def __init__(
-        self, function: Callable[[Tensor], tuple[Tensor, ...]], *, pays: bool = True
+        self,
+        function: Callable[[Tensor], tuple[Tensor, ...]],
+        *,
+        pays: bool = True,
+        pool: tuple[int, int] | None = None,
     ) -> None:
+        """`pool` is the memory that the recording may use, shared with others never played at the
+        same time (`torch.cuda.graph_pool_handle`)."""
         self.function = function
+        self.pool = pool
         self.tried = not pays
         self.cost = 0.0
         """Seconds that recording took."""
@@ -49,9 +59,7 @@ class Recorded:
         self.given = x.clone()
         graph = torch.cuda.CUDAGraph()
         try:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                self.results = self.function(self.given)
+            self.results = _captured(graph, self.pool, lambda: self.function(self.given))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -60,3 +68,18 @@ class Recorded:
             return
         self.graph = graph
         self.cost = time.perf_counter() - begin
+
+
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, function: Callable[[], T]) -> T:
+    """Run the function into the graph.
+
+    `torch.cuda.graph` would also give back all memory that is not in use, which takes longer than
+    a short recording, and longer still to ask for again.
+    """
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool=pool)
+        try:
+            return function()
+        finally:
+            graph.capture_end()

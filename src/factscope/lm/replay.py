@@ -103,6 +103,7 @@ class Replay:
 
     def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
         """Make the masks that those layers' blocks will want, so that calls only compute."""
+        _ = self.view.key_position
         copies = len(hidden) // len(self.view.row)
         for layer in layers:
             first = self.run.calls[layer].get("attention_mask")
