@@ -18,6 +18,7 @@ LEVELS = (
     ("facts", "fetch", "files"),
     ("records",),
     ("analysis",),
+    ("study",),
     ("report",),
     ("lm",),
     ("data",),
@@ -31,7 +32,7 @@ LEVELS = (
 """A module imports from levels above its own in this list, or from its own package."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-LIGHT = ("errors", "facts", "fetch", "files", "records", "analysis", "report")
+LIGHT = ("errors", "facts", "fetch", "files", "records", "analysis", "study", "report")
 """What needs no torch."""
 
 

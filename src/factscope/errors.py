@@ -19,6 +19,7 @@ FactscopeError            a run failed (exit code 1)
     ├── BadEdit           an edit file that cannot be read, or is for another model
     ├── BadRecord         a records file that cannot be read
     ├── BadStats          statistics of another model or layer, or that cannot be used
+    ├── BadStudy          texts that cannot be compared, or answers that are not of the study
     └── WrongRun          an output folder that belongs to another run
 
 Each message says what was wrong, shows the value and names the next step; the command line
@@ -33,6 +34,7 @@ __all__ = [
     "BadRecord",
     "BadSetting",
     "BadStats",
+    "BadStudy",
     "FactscopeError",
     "NoData",
     "NoNetwork",
@@ -127,6 +129,10 @@ class BadRecord(BadInput):
 
 class BadStats(BadInput):
     """Statistics of another model or layer, or that cannot be used."""
+
+
+class BadStudy(BadInput):
+    """Texts that people cannot be asked to compare, or answers that do not belong to the study."""
 
 
 class WrongRun(BadInput):

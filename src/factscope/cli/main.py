@@ -14,6 +14,7 @@ from factscope.cli.models import models
 from factscope.cli.recipe import recipe
 from factscope.cli.report import report
 from factscope.cli.stats import stats
+from factscope.cli.study import study
 from factscope.cli.sweep import sweep
 from factscope.cli.trace import trace
 from factscope.errors import FactscopeError, OutOfMemory
@@ -38,6 +39,7 @@ app.command()(demo)
 app.add_typer(stats, name="stats")
 app.add_typer(edit, name="edit")
 app.add_typer(data, name="data")
+app.add_typer(study, name="study")
 
 
 INTERRUPTED = 130

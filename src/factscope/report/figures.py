@@ -12,6 +12,7 @@ before_after_figure              one edit: every prompt's probabilities before a
 scores_figure      Table 4       many edits: the scores of each method with 95 % intervals
 distributions_figure  Figure 24  the same, how each score is spread over cases
 sweep_figure       Figures 5, 17 one method over layers, tokens, bounds or prefixes
+preferences_figure Figure 26     whom people chose
 """
 
 from factscope.report.average_figures import (
@@ -24,6 +25,7 @@ from factscope.report.distribution_figures import distributions_figure
 from factscope.report.edit_figures import before_after_figure
 from factscope.report.evaluation_figures import scores_figure
 from factscope.report.save import save_figure
+from factscope.report.study_figures import preferences_figure
 from factscope.report.sweep_figures import sweep_figure
 from factscope.report.trace_figures import (
     gradients_figure,
@@ -39,6 +41,7 @@ __all__ = [
     "before_after_figure",
     "distributions_figure",
     "gradients_figure",
+    "preferences_figure",
     "save_figure",
     "scores_figure",
     "severed_detail",
