@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check docs commands setup clean
 
 demo: $(READY)  ## trace a fact and draw it
 	$(BIN)/factscope demo
@@ -16,6 +16,12 @@ check: $(READY)  ## style and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+docs: $(READY)  ## the documentation as pages, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+commands: $(READY)  ## the reference of the command line, from the commands themselves
+	$(BIN)/python docs/tools/commands.py
+
 setup: $(READY)  ## .venv with everything for development
 
 $(READY): pyproject.toml constraints.txt
@@ -25,4 +31,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv demo traces
+	rm -rf .venv build demo traces
