@@ -170,7 +170,11 @@ def _consistency(references: str) -> "Consistency":
 
 def data_name(data: str) -> str:
     """What a data set is called in records and tables: its name, or that of its file."""
-    return data if not Path(data).suffix else Path(data).name.partition(".")[0]
+    from factscope.data.find import DATA_SETS
+
+    file = Path(data).name.removesuffix(".gz")
+    known = (name for name, one in DATA_SETS.items() if file in one.files)
+    return next(known, file.partition(".")[0])
 
 
 def row_name(method: str, preset: str) -> str:
