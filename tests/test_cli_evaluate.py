@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from factscope.cli.evaluate_options import data_name
 from test_evaluating import record
 
 from commands import Run, runner, saved_model
@@ -146,3 +147,16 @@ def test_trace_and_edit_take_data_sets_by_name(
     written = run("edit", "--model", model, "--facts", "counterfact", *quick, "-o", "one.edit")
     assert written.code == 0, written.err
     assert run("trace", "--model", model, "--facts", "unknown", "--out", "t").code == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("zsre", "zsre"),
+        ("there/zsre_eval.json.gz", "zsre"),
+        ("counterfact.json", "counterfact"),
+        ("my-cases.jsonl", "my-cases"),
+    ],
+)
+def test_a_known_file_is_called_by_its_name(said: str, name: str) -> None:
+    assert data_name(said) == name
