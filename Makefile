@@ -3,18 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check docs commands setup clean
+.PHONY: demo test check browser docs commands setup clean
 
 demo: $(READY)  ## trace a fact and draw it
 	$(BIN)/factscope demo
 
-test: check  ## the whole suite; one thread a worker, since two that compete are slower
+test: check browser  ## the whole suite; one thread a worker, since two that compete are slower
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+browser:  ## Chromium, which the tests of pages need; Debian's, if there is none yet
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -qq \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver; }
 
 docs: $(READY)  ## the documentation as pages, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
