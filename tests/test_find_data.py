@@ -10,6 +10,7 @@ import pytest
 
 from factscope.data.cases_file import read_cases
 from factscope.data.count import count_records
+from factscope.data.everyday import everyday_cases
 from factscope.data.find import DATA_SETS, Found, find, located
 from factscope.errors import BadSetting, NoData, NoNetwork, WrongHash
 
@@ -215,3 +216,22 @@ def test_getting_one(run: Run, shelf: Path, tmp_path: Path) -> None:
     assert failed.code == 2
     assert "FACTSCOPE_DATA" in failed.err
     assert run("data", "get", "zsre", "--sha256", DIGEST).code == 0
+
+
+def test_a_case_is_shown_as_it_is_read(run: Run) -> None:
+    shown = run("data", "show", "everyday", "--cases", "1,0")
+    cases = everyday_cases()
+    flat = "".join(shown.out.split())
+    for case in cases[:2]:
+        texts = (case.fact.text, *case.paraphrases, *case.neighbours, *case.generations)
+        for words in (" ".join(texts)).split():
+            assert words in flat
+    told = json.loads(run("data", "show", "everyday", "--limit", "2", "--json").out)
+    assert [one["fact"]["id"] for one in told["cases"]] == [case.fact.id for case in cases[:2]]
+    assert told["cases"][1]["neighbours"] == list(cases[1].neighbours)
+
+
+def test_a_case_that_is_not_there_is_named(run: Run) -> None:
+    refused = run("data", "show", "everyday", "--cases", "0,nope")
+    assert refused.code == 2
+    assert "no case 'nope'" in refused.err

@@ -89,13 +89,11 @@ class Case:
     neighbours: tuple[str, ...] = ()
     """The same question of other subjects with the true object: it should stay."""
     neighbour_answers: tuple[str, ...] = ()
-    """What the neighbours are answered with, where it is not the true object."""
+    """What the neighbours are answered with, where it is not the true object; one for each."""
     attributes: tuple[str, ...] = ()
     """The same question of subjects that have the new object already."""
     generations: tuple[str, ...] = ()
     """Openings about the subject, to be continued at length."""
-    neighbour_answers: tuple[str, ...] = ()
-    """What the neighbours are answered with, where it is not the true object; one for each."""
     target_id: str | None = None
     """The Wikidata id of the new object, where it is known."""
 

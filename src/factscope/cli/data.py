@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from factscope.cli.data_build import build_counterfact, show_composition
+from factscope.cli.data_show import show_cases
 from factscope.cli.options import Device, Dtype, Json, Model
 from factscope.cli.show import doing, notes, print_json, progress, results, working
 
@@ -20,6 +21,7 @@ data = typer.Typer(help="Facts to work with.", no_args_is_help=True)
 
 data.command("build-counterfact")(build_counterfact)
 data.command("composition")(show_composition)
+data.command("show")(show_cases)
 
 
 @data.callback()
