@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from factscope.data.cases_file import read_cases
     from factscope.editing.edit import Edit
     from factscope.editing.finetune import FineTune
+    from factscope.editing.kn import KN
     from factscope.editing.ledger import edits_in
     from factscope.editing.memit import Memit
     from factscope.editing.methods import editor
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from factscope.tracing.trace import trace, trace_many
 
 __all__ = [
+    "KN",
     "LM",
     "PRESETS",
     "Case",
@@ -71,6 +73,7 @@ _HOMES = {
     "factscope.data.cases_file": ("read_cases",),
     "factscope.editing.edit": ("Edit",),
     "factscope.editing.finetune": ("FineTune",),
+    "factscope.editing.kn": ("KN",),
     "factscope.editing.ledger": ("edits_in",),
     "factscope.editing.memit": ("Memit",),
     "factscope.editing.methods": ("editor",),

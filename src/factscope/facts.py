@@ -5,7 +5,7 @@ object that it shall have from now on, and the prompts that tell whether that wo
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from factscope.errors import BadFact, SubjectNotFound
@@ -24,6 +24,8 @@ class Fact:
     """The words of the relation, with "{}" where the subject goes."""
     target: str | None = None
     """The object that the model should name, where it is known beforehand."""
+    old: str | None = None
+    """For a fact to rewrite, the object that it has so far, where that is known."""
     id: str | None = None
     """The fact's name in the file that it came from."""
     relation: str | None = None
@@ -103,6 +105,11 @@ class Case:
                 f"{len(self.neighbour_answers)} answers for {len(self.neighbours)} neighbours; "
                 "give one for each, or none"
             )
+
+    @property
+    def request(self) -> Fact:
+        """The fact as an editor is asked to write it: it may know what it replaces."""
+        return replace(self.fact, old=self.true)
 
 
 def occurrences(text: str, subject: str) -> list[int]:

@@ -64,6 +64,11 @@ def write(
     rate: flags.Rate = None,
     clamp: flags.Clamp = None,
     bound: flags.Bound = None,
+    neurons: flags.Neurons = None,
+    threshold: flags.Threshold = None,
+    share: flags.Share = None,
+    new_weight: flags.NewWeight = None,
+    old_weight: flags.OldWeight = None,
 ) -> None:
     """Write a fact, or a file of facts, and show before and after; "write" can be left out."""
     from factscope.lm.load import load
@@ -82,6 +87,7 @@ def write(
             "clamp": clamp, "bound": bound, "ridge": ridge,
             "second_moment": flags.second_moment_of(stats, no_stats),
             **flags.prefixes_of(prefixes, prefix_lengths),
+            **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
         },
     )  # fmt: skip
     with doing(f"loading {model}"):
@@ -182,7 +188,7 @@ def made_safely(
     """The edit that writes all the cases, refused beyond the guard rails unless forced."""
     from factscope.editing.guard import with_health
 
-    facts = [case.fact for case in cases]
+    facts = [case.request for case in cases]
     editor = with_statistics(lm, editor, facts)
     what = repr(facts[0].text) if len(facts) == 1 else f"{len(facts)} facts"
     with working(f"editing {what}") as done:

@@ -12,7 +12,7 @@ from factscope.errors import BadSetting
 if TYPE_CHECKING:
     from factscope.editing.editor import Editor
 
-__all__ = ["check_token", "editor_of", "prefixes_of", "second_moment_of"]
+__all__ = ["check_token", "editor_of", "neurons_of", "prefixes_of", "second_moment_of"]
 
 
 def _method(text: str, *names: str) -> Any:
@@ -52,7 +52,7 @@ TrueObject = Annotated[
 ]
 GenerateTokens = Annotated[int, _judging("How far texts go on; 0 for none.")]
 
-MethodName = Annotated[str, _method("rome, r-rome, memit, ft, ft-l or attn.", "--method")]
+MethodName = Annotated[str, _method("rome, r-rome, memit, ft, ft-l, attn or kn.", "--method")]
 Preset = Annotated[str, _method("default, or paper for what the paper's code computes.")]
 LayerWord = Annotated[
     str | None,
@@ -82,6 +82,14 @@ Steps = Annotated[int | None, _method("Steps of the search or of fine-tuning, at
 Rate = Annotated[float | None, _method("Its learning rate.")]
 Clamp = Annotated[float | None, _method("How long the change of a value may be, in its lengths.")]
 Bound = Annotated[float | None, _method("How far fine-tuning may move an entry of a weight.")]
+
+Neurons = Annotated[int | None, _method("kn: how many neurons to change at most.")]
+Threshold = Annotated[
+    float | None, _method("kn: which share of the highest score a neuron needs in a context.")
+]
+Share = Annotated[float | None, _method("kn: which share of the contexts must have a neuron.")]
+NewWeight = Annotated[float | None, _method("kn: how much of the new object is added.")]
+OldWeight = Annotated[float | None, _method("kn: how much of the old object is subtracted.")]
 
 TRACED = ("rome", "r-rome")
 """Methods whose one layer a causal trace can choose."""
@@ -113,10 +121,26 @@ def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
     return made
 
 
+def neurons_of(
+    neurons: int | None,
+    threshold: float | None,
+    share: float | None,
+    new_weight: float | None,
+    old_weight: float | None,
+) -> dict[str, Any]:
+    """What the flags of Knowledge Neurons say."""
+    return {
+        "most": neurons, "threshold": threshold, "share": share, "new_weight": new_weight,
+        "old_weight": old_weight,
+    }  # fmt: skip
+
+
 def _flag(name: str, value: Any) -> str:
     """The flag that said a setting."""
     if name == "second_moment":
         name = "no-stats" if value == "identity" else "stats"
+    if name == "most":
+        name = "neurons"
     return "--" + name.replace("_", "-")
 
 

@@ -47,19 +47,24 @@ def tell_one(
 
 
 def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> list[Path]:
-    """The page and the figure, where they are wanted."""
+    """The page and the figure, where they are wanted; KN's neurons in a figure beside it."""
     from factscope.files import write_whole
     from factscope.report.edit_page import edit_page
-    from factscope.report.figures import before_after_figure, save_figure
+    from factscope.report.figures import before_after_figure, neurons_figure, save_figure
+    from factscope.report.neuron_figures import has_neurons
 
+    beside = None
     try:
         if page is not None:
             write_whole(page, edit_page(record))
         if figure is not None:
             save_figure(before_after_figure(record), figure)
+        if figure is not None and has_neurons(record):
+            beside = figure.with_stem(f"{figure.stem}-neurons")
+            save_figure(neurons_figure(record), beside)
     except OSError as error:
         raise BadSetting(f"the page or figure cannot be written ({error}); give another") from error
-    return [path for path in (page, figure) if path is not None]
+    return [path for path in (page, figure, beside) if path is not None]
 
 
 def print_edit(record: "EditRecord") -> None:

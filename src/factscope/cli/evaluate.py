@@ -53,6 +53,11 @@ def evaluate(
     rate: flags.Rate = None,
     clamp: flags.Clamp = None,
     bound: flags.Bound = None,
+    neurons: flags.Neurons = None,
+    threshold: flags.Threshold = None,
+    share: flags.Share = None,
+    new_weight: flags.NewWeight = None,
+    old_weight: flags.OldWeight = None,
 ) -> None:
     """Edit and score many cases: the paper's metrics, in a folder that survives a kill."""
     if out is None:
@@ -63,6 +68,7 @@ def evaluate(
         method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes,
         prefix_lengths=prefix_lengths, prefix_seed=prefix_seed, layer=layer, token=token,
         steps=steps, rate=rate, clamp=clamp, bound=bound, ridge=ridge,
+        **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
     run = asked.run_from(
         editor, asked.row_name(method, preset), model=model, dtype=dtype, data=data, limit=limit,

@@ -81,6 +81,11 @@ def sweep(
     steps: flags.Steps = None,
     rate: flags.Rate = None,
     clamp: flags.Clamp = None,
+    neurons: flags.Neurons = None,
+    threshold: flags.Threshold = None,
+    share: flags.Share = None,
+    new_weight: flags.NewWeight = None,
+    old_weight: flags.OldWeight = None,
 ) -> None:
     """Evaluate a method at every point of a grid: which layer, token, bound or prefixes?
 
@@ -98,6 +103,7 @@ def sweep(
     editor = asked.editor_from(
         method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes, prefix_lengths=None,
         prefix_seed=prefix_seed, steps=steps, rate=rate, clamp=clamp, ridge=ridge,
+        **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
     _check_axes(method, editor, grid)
     base = asked.run_from(

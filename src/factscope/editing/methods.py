@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from factscope.editing import finetune, memit, rome
+from factscope.editing import finetune, kn, memit, rome
 from factscope.editing.editor import Editor
 from factscope.errors import BadSetting
 
@@ -16,6 +16,7 @@ METHODS: dict[str, dict[str, Any]] = {
         name: {preset: make(preset) for preset in ("default", "paper")}
         for name, make in finetune.FINE_TUNES.items()
     },
+    "kn": {"default": kn.KN(), "paper": kn.PAPER},
     "memit": {"default": memit.Memit(), "paper": memit.PAPER},
 }
 """Method → preset → the editor with that preset's settings."""

@@ -29,6 +29,7 @@ __all__ = [
     "place_of",
     "request",
     "requests_of",
+    "with_prefixes",
 ]
 
 Token = Literal["subject-last", "subject-first", "after-subject", "last"]
@@ -65,9 +66,14 @@ def request(
 ) -> Request:
     """The rows in which a fact's new object is taught."""
     target = target_ids(lm, fact)
+    rows = tuple(ask(lm, f, target, token) for f in with_prefixes(fact, prefixes))
+    return Request(fact=fact, target=target, rows=rows)
+
+
+def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:
+    """The bare fact, and the same after each prefix."""
     bare = replace(fact, target=None)
-    facts = [bare, *(replace(bare, prompt=_no_places(x) + bare.prompt) for x in prefixes)]
-    return Request(fact=fact, target=target, rows=tuple(ask(lm, f, target, token) for f in facts))
+    return [bare, *(replace(bare, prompt=_no_places(x) + bare.prompt) for x in prefixes)]
 
 
 def requests_of(

@@ -53,7 +53,7 @@ class Evaluation:
         """All the facts by one edit."""
         usable = [case for case, b in zip(cases, before, strict=True) if isinstance(b, CaseScores)]
         try:
-            edit: Edit | FactscopeError = self.editor(self.lm, [case.fact for case in usable])
+            edit: Edit | FactscopeError = self.editor(self.lm, [case.request for case in usable])
         except OutOfMemory:
             raise
         except FactscopeError as error:
@@ -77,7 +77,7 @@ class Evaluation:
         ]
 
     def _attempt(self, cases: Sequence[Case]) -> list[Edit | FactscopeError]:
-        return list(self.editor.attempt(self.lm, [case.fact for case in cases]))
+        return list(self.editor.attempt(self.lm, [case.request for case in cases]))
 
     def _recorded(
         self, cases: Sequence[Case], before: Sequence[CaseScores | FactscopeError],

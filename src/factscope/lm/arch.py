@@ -41,6 +41,8 @@ class Arch:
     """Within a block, the attention's output weight: it returns the contribution a."""
     mlp_out: str
     """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
+    mlp_act: str
+    """Within a block, the MLP's nonlinearity; in a gated MLP it sees the gate."""
     norm: tuple[str, ...]
     """What a last state goes through before the head; a name that the model lacks is left out."""
     transposed: bool = False
@@ -59,7 +61,9 @@ def _within(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
 
 
-def _llama(*, attn_in: tuple[str, ...] = QKV, needs_bos: bool = False) -> Arch:
+def _llama(
+    *, attn_in: tuple[str, ...] = QKV, mlp_act: str = "mlp.act_fn", needs_bos: bool = False
+) -> Arch:
     """The names that LLaMA introduced and most later families kept."""
     return Arch(
         attn_in=_within("self_attn", *attn_in),
@@ -67,6 +71,7 @@ def _llama(*, attn_in: tuple[str, ...] = QKV, needs_bos: bool = False) -> Arch:
         blocks="model.layers",
         attn_out="self_attn.o_proj",
         mlp_out="mlp.down_proj",
+        mlp_act=mlp_act,
         norm=("model.norm",),
         needs_bos=needs_bos,
     )
@@ -80,12 +85,13 @@ def _transformer(attn_in: tuple[str, ...], attn_out: str, mlp_out: str, **fields
         blocks="transformer.h",
         attn_out=attn_out,
         mlp_out=mlp_out,
+        mlp_act="mlp.act",
         norm=("transformer.ln_f",),
         **fields,
     )
 
 
-def _bigscience() -> Arch:
+def _bigscience(mlp_act: str) -> Arch:
     """BLOOM's names, which Falcon shares."""
     return Arch(
         embed="transformer.word_embeddings",
@@ -93,13 +99,14 @@ def _bigscience() -> Arch:
         attn_in=("self_attention.query_key_value",),
         attn_out="self_attention.dense",
         mlp_out="mlp.dense_4h_to_h",
+        mlp_act=mlp_act,
         norm=("transformer.ln_f",),
     )
 
 
 ARCHS: dict[str, Arch] = {
-    "bloom": _bigscience(),
-    "falcon": _bigscience(),
+    "bloom": _bigscience("mlp.gelu_impl"),
+    "falcon": _bigscience("mlp.act"),
     "gemma": _llama(needs_bos=True),
     "gemma2": _llama(needs_bos=True),
     "gemma3_text": _llama(needs_bos=True),
@@ -113,6 +120,7 @@ ARCHS: dict[str, Arch] = {
         attn_in=("attention.query_key_value",),
         attn_out="attention.dense",
         mlp_out="mlp.dense_4h_to_h",
+        mlp_act="mlp.act",
         norm=("gpt_neox.final_layer_norm",),
     ),
     "gptj": _transformer(_within("attn", *QKV), "attn.out_proj", "mlp.fc_out"),
@@ -125,9 +133,10 @@ ARCHS: dict[str, Arch] = {
         attn_in=_within("self_attn", *QKV),
         attn_out="self_attn.out_proj",
         mlp_out="fc2",
+        mlp_act="activation_fn",
         norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
     ),
-    "phi3": _llama(attn_in=("qkv_proj",)),
+    "phi3": _llama(attn_in=("qkv_proj",), mlp_act="mlp.activation_fn"),
     "qwen2": _llama(),
     "qwen3": _llama(),
 }
@@ -187,6 +196,7 @@ def _check_names(lm: "LM") -> None:
     attn_out, mlp_out = (_named(lm, first, part) for part in ("attn_out", "mlp_out"))
     if attn_out is mlp_out:
         raise _misfit(lm, "mlp_out", "is the attention's output weight")
+    _named(lm, first, "mlp_act")
     for name in lm.arch.attn_in:
         if not hasattr(_submodule(first, name), "weight"):
             raise _misfit(lm, "attn_in", f"has no weight at {name}")

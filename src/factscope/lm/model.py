@@ -76,6 +76,10 @@ class LM:
         weight: Any = self.mlp_out(layer).weight
         return weight.T if self.arch.transposed else weight
 
+    def mlp_act(self, layer: int) -> nn.Module:
+        """The MLP's nonlinearity."""
+        return self.blocks[layer].get_submodule(self.arch.mlp_act)
+
     def attn_in(self, layer: int) -> list[nn.Module]:
         """What makes the queries, keys and values of a layer."""
         return [self.blocks[layer].get_submodule(name) for name in self.arch.attn_in]

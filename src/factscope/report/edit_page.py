@@ -7,6 +7,7 @@ from factscope.records import EditRecord, Generation, PromptScores, TraceRecord
 from factscope.report.edit_figures import before_after_figure
 from factscope.report.edit_words import change_of, percent, place_words, rails
 from factscope.report.look import shown
+from factscope.report.neuron_figures import has_neurons, neurons_figure
 from factscope.report.page import (
     clean,
     escaped,
@@ -50,8 +51,16 @@ def edit_body(record: EditRecord) -> list[str]:
         "<h2>Guard rails</h2>",
         rails_html(record),
         "<h2>Where it is written</h2>",
+        *neurons_html(record),
         *(f"<p>{escaped(place_words(place))}</p>" for place in record.places),
     ]
+
+
+def neurons_html(record: EditRecord) -> list[str]:
+    """The neurons that an edit by Knowledge Neurons chose, by layer."""
+    if not has_neurons(record):
+        return []
+    return [plate(neurons_figure(record), "The neurons that were chosen, by layer")]
 
 
 def fact_html(record: EditRecord) -> str:

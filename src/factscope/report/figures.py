@@ -9,6 +9,7 @@ average_lines      App. B        the averages as lines with 95 % intervals
 severed_detail     App. B        one fact at one token, with and without severing
 gradients_figure   App. B        one fact: causal traces above integrated gradients
 before_after_figure              one edit: every prompt's probabilities before and after
+neurons_figure                   one edit by Knowledge Neurons: the chosen neurons by layer
 scores_figure      Table 4       many edits: the scores of each method with 95 % intervals
 distributions_figure  Figure 24  the same, how each score is spread over cases
 sweep_figure       Figures 5, 17 one method over layers, tokens, bounds or prefixes
@@ -24,6 +25,7 @@ from factscope.report.average_figures import (
 from factscope.report.distribution_figures import distributions_figure
 from factscope.report.edit_figures import before_after_figure
 from factscope.report.evaluation_figures import scores_figure
+from factscope.report.neuron_figures import neurons_figure
 from factscope.report.save import save_figure
 from factscope.report.study_figures import preferences_figure
 from factscope.report.sweep_figures import sweep_figure
@@ -41,6 +43,7 @@ __all__ = [
     "before_after_figure",
     "distributions_figure",
     "gradients_figure",
+    "neurons_figure",
     "preferences_figure",
     "save_figure",
     "scores_figure",

@@ -24,10 +24,34 @@ from factscope.lm.model import LM
 from factscope.lm.replay import Replay, View
 from factscope.tracing.engine import probability
 
-__all__ = ["attributions", "integrated_gradients"]
+__all__ = ["Rule", "attributions", "integrated_gradients", "quadrature"]
 
 ROWS = 64
 """Rows of the path that go through the model at once."""
+
+Rule = Literal["gauss", "radau", "ends"]
+"""Where a path is looked at: Gauss and Legendre's points; Radau's, of which one is the beginning;
+or equally spaced points with both ends among them, all weighing the same, which overrates those."""
+
+
+def quadrature(
+    steps: int, rule: Rule = "gauss"
+) -> tuple[Float[Tensor, " point"], Float[Tensor, " point"]]:
+    """The points in [0, 1] at which an integral is taken, and their weights, which sum to one."""
+    if rule == "ends":
+        points = torch.linspace(0, 1, steps, dtype=torch.float64)
+        return points, torch.full_like(points, 1 / steps)
+    nodes, weights = np.polynomial.legendre.leggauss(steps) if rule == "gauss" else _radau(steps)
+    return torch.tensor((nodes + 1) / 2), torch.tensor(weights / 2)
+
+
+def _radau(steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Radau's points in [-1, 1]: -1, and the other roots of Pₙ₋₁ + Pₙ."""
+    legendre = np.polynomial.legendre
+    nodes = np.sort(legendre.legroots([0.0] * (steps - 1) + [1.0, 1.0]))
+    nodes[0] = -1.0
+    below = legendre.legval(nodes, [0.0] * (steps - 1) + [1.0])
+    return nodes, (1 - nodes) / (steps * below) ** 2
 
 
 def integrated_gradients(
@@ -60,9 +84,9 @@ def attributions(
     """IG of one layer's states, or of its MLP or attention outputs, entry by entry."""
     keep = () if kind == "states" else (kind,)
     run = forward(lm, torch.tensor([ids], device=lm.device), keep=keep)
-    nodes, weights = np.polynomial.legendre.leggauss(steps)
-    scales = _scales(torch.tensor((nodes + 1) / 2), len(ids), path)
-    share = torch.tensor(weights / 2).repeat(len(scales) // steps)
+    nodes, weights = quadrature(steps)
+    scales = _scales(nodes, len(ids), path)
+    share = weights.repeat(len(scales) // steps)
     end = (run.states if kind == "states" else run.contributions[kind])[layer]
     total = torch.zeros_like(end[0])
     for some, mine in zip(scales.split(ROWS), share.split(ROWS), strict=True):
