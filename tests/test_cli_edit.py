@@ -178,6 +178,8 @@ def test_a_file_that_is_there_is_replaced(edit: Run, tmp_path: Path) -> None:
 def test_every_method_is_called_by_its_name(edit: Run, method: str, preset: str) -> None:
     searching = "search" in vars(METHODS[method][preset])
     words = QUICK if searching else ("--found", "--rate", 1e-3, "--steps", 5)
+    if method == "kn":
+        words = ("--found", "--prefix-lengths", "3x2", "--steps", 3)
     result = edit(*EIFFEL, *words, "--method", method, "--preset", preset, "--force", "--json")
     assert result.code == 0, result.err
     record = EditRecord.from_json(result.out)
@@ -197,6 +199,25 @@ def test_flags_reach_the_editor(edit: Run, tmp_path: Path) -> None:
     assert (settings["layer"], settings["seed"], settings["second_moment"]) == (0, 5, "identity")
     search = settings["search"]
     assert (search["steps"], search["rate"], search["clamp"]) == (3, 0.01, 2.5)
+
+
+def test_knowledge_neurons_and_their_figure(edit: Run, tmp_path: Path) -> None:
+    words = ("--method", "kn", "--found", "--prefix-lengths", "3x1", "--seed", 3, "--force")
+    given = ("--neurons", 3, "--threshold", 0.3, "--share", 0.5, "--true", "Paris")
+    weights = ("--new-weight", 0.5, "--old-weight", 0.25)
+    drawn = ("--figure", "kn.png", "--page", "kn.html")
+    result = edit(*EIFFEL, *words, *given, *weights, *drawn, "--json", "--generate-tokens", 0)
+    assert result.code == 0, result.err
+    settings = json.loads(result.out)["settings"]
+    names = ("most", "threshold", "share", "new_weight", "old_weight", "seed")
+    assert [settings[name] for name in names] == [3, 0.3, 0.5, 0.5, 0.25, 3]
+    assert [answer.strip() for answer in settings["answers"]] == ["Paris"]
+    assert 1 <= len(settings["neurons"][0]) <= 3
+    assert {path.name for path in tmp_path.iterdir()} >= {"kn.png", "kn-neurons.png", "kn.html"}
+    assert (tmp_path / "kn.html").read_text("utf-8").count("data:image/png") == 2
+    assert_refused(edit(*EIFFEL, "--neurons", 3), "rome has no --neurons")
+    assert_refused(edit(*EIFFEL, *words, "--share", 2), "share is 2.0", "below 1")
+    assert_refused(edit(*EIFFEL, *words, "--layer", 1), "kn has no --layer")
 
 
 def test_memit_takes_several_layers(edit: Run) -> None:

@@ -1,11 +1,17 @@
 """factscope evaluate and report, as a user runs them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from factscope.cli.evaluate_options import data_name
+from factscope.data.cases_file import read_cases
+from factscope.editing.kn import KN
+from factscope.evaluation.cases import Asking, score_cases
+from factscope.lm.load import load
+from factscope.records import read_case_records
 from test_evaluating import record
 
 from commands import Run, runner, saved_model
@@ -51,6 +57,24 @@ def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) ->
     page = Path("both/index.html").read_text("utf-8")
     assert "ROME" in page
     assert "Tower 3" in page
+
+
+def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases: Path) -> None:
+    kn = ("--method", "kn", "--prefix-lengths", "none", "--limit", 2, "--length", 0)
+    done = run("evaluate", "--model", model, "--data", cases, *kn, "--out", "kn", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["summaries"][1]["method"] == "kn"
+    lm, given = load(str(model), device="cpu"), read_cases(cases).cases[:2]
+    records = list(read_case_records(Path("kn/records.jsonl")))
+    for case, made in zip(given, records, strict=True):
+        assert made.fact == case.fact
+        fact = replace(case.fact, old=case.true)
+        (edit,) = KN(prefixes=()).each(lm, [fact])
+        alone = score_cases(lm, [case], [edit], [0], asking=Asking(length=0))[0]
+        assert made.after is not None
+        for kind, asked in alone.prompts.items():
+            for one, other in zip(asked, made.after.prompts[kind], strict=True):
+                assert one.new == pytest.approx(other.new, rel=1e-4)
 
 
 def test_the_same_command_goes_on_and_another_is_refused(
@@ -107,6 +131,7 @@ def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: 
     ("words", "said"),
     [
         (("--method", "magic"), "no method 'magic'"),
+        (("--method", "kn", "--steps", "1"), "steps is 1; a path needs at least two points"),
         (("--data", "nowhere"), "nowhere"),
         (("--protocol", "double"), "'double' is not known"),
         (("--batch-size", "3"), "--protocol batch"),

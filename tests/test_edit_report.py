@@ -28,7 +28,7 @@ from factscope.records import (
 from factscope.report import edit_terminal as terminal
 from factscope.report.edit_page import edit_page, trace_and_edit_page
 from factscope.report.edit_words import old_name, percent, rails
-from factscope.report.figures import before_after_figure, save_figure
+from factscope.report.figures import before_after_figure, neurons_figure, save_figure
 
 HEALTH = {
     "division_factor": 0.31, "update_norm": 0.05, "perplexity_before": 20.0,
@@ -188,6 +188,36 @@ def test_the_figure_has_a_line_for_each_object_of_each_prompt(tmp_path: Path) ->
     for i, made in enumerate((record(), odd(), odd(None))):
         save_figure(before_after_figure(made), tmp_path / f"{i}.png")
         assert (tmp_path / f"{i}.png").stat().st_size > 1000
+
+
+def chosen(*layers: int, **fields: Any) -> EditRecord:
+    """A record of an edit by Knowledge Neurons."""
+    neurons = [
+        {"layer": i, "neuron": 10 * i, "attribution": n / 10 - 0.1, "activation": 1.0, "share": 0.8}
+        for n, i in enumerate(layers)
+    ]
+    found = {"neurons": [neurons], "coarse": [[0.5] * 6], "answers": [" Paris"]}
+    return record(method="kn", settings=found, **fields)
+
+
+def test_the_neurons_of_an_edit_are_drawn_by_layer(tmp_path: Path) -> None:
+    made = chosen(2, 2, 5)
+    fig = neurons_figure(made)
+    upper, lower = fig.axes
+    coarse, count = ([bar.get_height() for bar in bars] for bars in upper.containers)  # pyright: ignore[reportAttributeAccessIssue]
+    assert coarse == [0.5] * 6
+    assert count == [0, 0, 2, 0, 0, 1]
+    assert [text.get_text() for text in lower.texts] == ["20", "20", "50"]
+    assert upper.get_title(loc="left") == "Neurons that speak for Paris"
+    assert not neurons_figure(chosen(*range(6), *range(6), *range(6))).axes[1].texts
+    with pytest.raises(BadRecord, match="rome chose no neurons"):
+        neurons_figure(record())
+    for i, one in enumerate((made, replace(odd(), settings=made.settings))):
+        save_figure(neurons_figure(one), tmp_path / f"{i}.png")
+        assert (tmp_path / f"{i}.png").stat().st_size > 1000
+    assert (
+        edit_page(made).count("data:image/png") == edit_page(record()).count("data:image/png") + 1
+    )
 
 
 def test_of_a_long_prompt_the_end_is_shown() -> None:

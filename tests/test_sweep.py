@@ -91,6 +91,19 @@ def test_points_are_the_evaluations_that_one_would_run_alone(run: Run, tmp_path:
                 assert mine.read_text() == theirs.read_text()
 
 
+def test_prefixes_of_knowledge_neurons(run: Run, tmp_path: Path) -> None:
+    kn = ("--method", "kn", "--limit", 1, "--neurons", 2)
+    assert run("sweep", *kn, "--prefix-lengths", "none;3x2", "--out", "sweep").code == 0
+    points = tmp_path / "sweep" / "points"
+    assert {path.name for path in points.iterdir()} == {
+        "prefix-lengths-none", "prefix-lengths-3x2"
+    }  # fmt: skip
+    alone = (*kn, "--prefix-lengths", "3x2", "--length", 0, "--out", "alone")
+    assert run("evaluate", *alone).code == 0
+    assert lines(points / "prefix-lengths-3x2") == lines(tmp_path / "alone")
+    assert_refused(run("sweep", *kn, "--layers", 1, "--out", "no"), "kn has no --layers")
+
+
 @pytest.mark.parametrize(
     ("method", "bound", "same"),
     [("ft", "0.01", "ft-l"), ("ft-l", "none", "ft"), ("attn", "0.01", "attn")],

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -49,7 +50,7 @@ def neurons_figure(record: EditRecord) -> Figure:
 
 
 def _draw_counts(
-    ax: Axes, chosen: Sequence[Mapping[str, Any]], coarse: np.ndarray[Any, Any]
+    ax: Axes, chosen: Sequence[Mapping[str, Any]], coarse: Float[np.ndarray, " layers"]
 ) -> None:
     """Bars: those of each context on average, and in front of them the chosen ones."""
     layers = np.arange(len(coarse))
@@ -81,6 +82,8 @@ def _draw_attributions(ax: Axes, chosen: Sequence[Mapping[str, Any]]) -> None:
                 fontsize=SMALL, color="0.3", va="center",
             )  # fmt: skip
     ax.margins(y=ROOM)
+    if all(neuron["attribution"] >= 0 for neuron in chosen):
+        ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.set_ylabel("adds to the answer's P", fontsize=SMALL)
