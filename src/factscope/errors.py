@@ -20,6 +20,7 @@ FactscopeError            a run failed (exit code 1)
     ├── BadRecord         a records file that cannot be read
     ├── BadStats          statistics of another model or layer, or that cannot be used
     ├── BadStudy          texts that cannot be compared, or answers that are not of the study
+    ├── BadWeights        a trained editor's weights for another model or layers, or unreadable
     └── WrongRun          an output folder that belongs to another run
 
 Each message says what was wrong, shows the value and names the next step; the command line
@@ -35,6 +36,7 @@ __all__ = [
     "BadSetting",
     "BadStats",
     "BadStudy",
+    "BadWeights",
     "FactscopeError",
     "NoData",
     "NoNetwork",
@@ -133,6 +135,10 @@ class BadStats(BadInput):
 
 class BadStudy(BadInput):
     """Texts that people cannot be asked to compare, or answers that do not belong to the study."""
+
+
+class BadWeights(BadInput):
+    """Weights of a trained editor that are for another model or layers, or cannot be read."""
 
 
 class WrongRun(BadInput):

@@ -69,6 +69,8 @@ def write(
     share: flags.Share = None,
     new_weight: flags.NewWeight = None,
     old_weight: flags.OldWeight = None,
+    weights: flags.Weights = None,
+    scale: flags.Scale = None,
 ) -> None:
     """Write a fact, or a file of facts, and show before and after; "write" can be left out."""
     from factscope.lm.load import load
@@ -84,7 +86,7 @@ def write(
         preset,
         {
             "layer": layer, "token": token, "seed": seed, "steps": steps, "rate": rate,
-            "clamp": clamp, "bound": bound, "ridge": ridge,
+            "clamp": clamp, "bound": bound, "ridge": ridge, "weights": weights, "scale": scale,
             "second_moment": flags.second_moment_of(stats, no_stats),
             **flags.prefixes_of(prefixes, prefix_lengths),
             **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),

@@ -52,7 +52,9 @@ TrueObject = Annotated[
 ]
 GenerateTokens = Annotated[int, _judging("How far texts go on; 0 for none.")]
 
-MethodName = Annotated[str, _method("rome, r-rome, memit, ft, ft-l, attn or kn.", "--method")]
+MethodName = Annotated[
+    str, _method("rome, r-rome, memit, ft, ft-l, attn, kn, mend or ke.", "--method")
+]
 Preset = Annotated[str, _method("default, or paper for what the paper's code computes.")]
 LayerWord = Annotated[
     str | None,
@@ -82,6 +84,10 @@ Steps = Annotated[int | None, _method("Steps of the search or of fine-tuning, at
 Rate = Annotated[float | None, _method("Its learning rate.")]
 Clamp = Annotated[float | None, _method("How long the change of a value may be, in its lengths.")]
 Bound = Annotated[float | None, _method("How far fine-tuning may move an entry of a weight.")]
+Weights = Annotated[
+    Path | None, _method("Of mend or ke: the file that `factscope train` made.", "--weights")
+]
+Scale = Annotated[float | None, _method("What edits by mend or ke are multiplied by.")]
 
 Neurons = Annotated[int | None, _method("kn: how many neurons to change at most.")]
 Threshold = Annotated[
@@ -97,6 +103,7 @@ TRACED = ("rome", "r-rome")
 
 def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
     """The preset's editor with what was said otherwise; None says nothing."""
+    from factscope.editing.learned.editor import Learned
     from factscope.editing.methods import editor
 
     base: Any = editor(method, preset)
@@ -116,6 +123,8 @@ def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
         said = {name: value for name, value in said.items() if name in known}
         said["search"] = replace(base.search, **search)
     made = editor(method, preset, **said)
+    if isinstance(made, Learned):
+        made.trained  # noqa: B018 - says how to train it, before anything is loaded
     if made.method != method:  # pyright: ignore[reportAttributeAccessIssue]
         raise BadSetting(f"with --bound this is ft-l; say --method ft-l instead of {method}")
     return made

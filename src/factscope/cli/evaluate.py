@@ -58,6 +58,8 @@ def evaluate(
     share: flags.Share = None,
     new_weight: flags.NewWeight = None,
     old_weight: flags.OldWeight = None,
+    weights: flags.Weights = None,
+    scale: flags.Scale = None,
 ) -> None:
     """Edit and score many cases: the paper's metrics, in a folder that survives a kill."""
     if out is None:
@@ -67,11 +69,12 @@ def evaluate(
     editor = asked.editor_from(
         method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes,
         prefix_lengths=prefix_lengths, prefix_seed=prefix_seed, layer=layer, token=token,
-        steps=steps, rate=rate, clamp=clamp, bound=bound, ridge=ridge,
-        **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
+        steps=steps, rate=rate, clamp=clamp, bound=bound, ridge=ridge, weights=weights,
+        scale=scale, **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
+    row = asked.row_name(editor, method, preset)
     run = asked.run_from(
-        editor, asked.row_name(method, preset), model=model, dtype=dtype, data=data, limit=limit,
+        editor, row, model=model, dtype=dtype, data=data, limit=limit,
         protocol=protocol, batch_size=batch_size, length=length, seed=seed, references=references,
     )  # fmt: skip
     file = run.read()

@@ -177,9 +177,15 @@ def data_name(data: str) -> str:
     return next(known, file.partition(".")[0])
 
 
-def row_name(method: str, preset: str) -> str:
-    """What a method's row is called: its name, and the preset where that makes a difference."""
+def row_name(editor: "Editor", method: str, preset: str) -> str:
+    """What a method's row is called: its name, and the preset where that makes a difference.
+
+    A learned editor's says what it was trained on, as in the paper.
+    """
+    from factscope.editing.learned.editor import Learned
     from factscope.editing.methods import METHODS
 
+    if isinstance(editor, Learned):
+        return editor.row
     same = METHODS[method][preset] == METHODS[method]["default"]
     return method if same else f"{method}, {preset}"

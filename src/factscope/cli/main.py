@@ -17,6 +17,7 @@ from factscope.cli.stats import stats
 from factscope.cli.study import study
 from factscope.cli.sweep import sweep
 from factscope.cli.trace import trace
+from factscope.cli.train import train
 from factscope.errors import FactscopeError, OutOfMemory
 
 __all__ = ["app", "main"]
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(trace)
 app.command()(evaluate)
 app.command()(sweep)
+app.command()(train)
 app.command()(recipe)
 app.command()(report)
 app.command()(generate)

@@ -106,8 +106,9 @@ def sweep(
         **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
     _check_axes(method, editor, grid)
+    row = asked.row_name(editor, method, preset)
     base = asked.run_from(
-        editor, asked.row_name(method, preset), model=model, dtype=dtype, data=data, limit=limit,
+        editor, row, model=model, dtype=dtype, data=data, limit=limit,
         protocol=protocol, batch_size=batch_size, length=length, seed=seed, references=references,
     )  # fmt: skip
     settings, runs = _runs(base, grid, preset)
@@ -208,7 +209,8 @@ def _runs(
     settings = grid_points(grid)
     editors = [_editor(base.editor, where) for where in settings]
     return settings, [
-        replace(base, editor=made, method=asked.row_name(made.method, preset)) for made in editors
+        replace(base, editor=made, method=asked.row_name(made, made.method, preset))
+        for made in editors
     ]
 
 

@@ -56,6 +56,10 @@ DATA_SETS: dict[str, DataSet] = {
         what="CounterFact as EasyEdit condenses it, the part for editing",
         files=("counterfact-edit.json", "condensed-edit.json"),
     ),
+    "counterfact-train": DataSet(
+        what="CounterFact as EasyEdit condenses it, the part to train on",
+        files=("counterfact-train.json", "condensed-train.json"),
+    ),
     "zsre": _original(
         "zsRE, MEND's questions to evaluate", "zsre_mend_eval.json", "zsre_eval.json"
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 from factscope.editing import finetune, kn, memit, rome
 from factscope.editing.editor import Editor
+from factscope.editing.learned.editor import Ke, Mend
 from factscope.errors import BadSetting
 
 __all__ = ["METHODS", "editor"]
@@ -18,6 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "kn": {"default": kn.KN(), "paper": kn.PAPER},
     "memit": {"default": memit.Memit(), "paper": memit.PAPER},
+    "mend": {"default": Mend(), "paper": Mend()},
+    "ke": {"default": Ke(), "paper": Ke()},
 }
 """Method → preset → the editor with that preset's settings."""
 

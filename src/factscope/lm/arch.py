@@ -39,6 +39,8 @@ class Arch:
     """Within a block, what makes queries, keys and values: one module or three."""
     attn_out: str
     """Within a block, the attention's output weight: it returns the contribution a."""
+    mlp_in: tuple[str, ...]
+    """Within a block, what makes the MLP's keys: one module, or two where one gates the other."""
     mlp_out: str
     """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
     mlp_act: str
@@ -46,7 +48,7 @@ class Arch:
     norm: tuple[str, ...]
     """What a last state goes through before the head; a name that the model lacks is left out."""
     transposed: bool = False
-    """Whether `mlp_out` stores W as (key, value), as GPT-2's Conv1D does."""
+    """Whether weights are stored as (key, value), as in GPT-2's Conv1D."""
     needs_bos: bool = False
     """Whether a prompt must begin with BOS even if the tokenizer forgets it, as some GGUF do."""
     packs: bool = True
@@ -55,6 +57,7 @@ class Arch:
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
 
 
 def _within(module: str, *names: str) -> tuple[str, ...]:
@@ -62,7 +65,11 @@ def _within(module: str, *names: str) -> tuple[str, ...]:
 
 
 def _llama(
-    *, attn_in: tuple[str, ...] = QKV, mlp_act: str = "mlp.act_fn", needs_bos: bool = False
+    *,
+    attn_in: tuple[str, ...] = QKV,
+    mlp_in: tuple[str, ...] = GATED,
+    mlp_act: str = "mlp.act_fn",
+    needs_bos: bool = False,
 ) -> Arch:
     """The names that LLaMA introduced and most later families kept."""
     return Arch(
@@ -70,6 +77,7 @@ def _llama(
         embed="model.embed_tokens",
         blocks="model.layers",
         attn_out="self_attn.o_proj",
+        mlp_in=_within("mlp", *mlp_in),
         mlp_out="mlp.down_proj",
         mlp_act=mlp_act,
         norm=("model.norm",),
@@ -77,13 +85,16 @@ def _llama(
     )
 
 
-def _transformer(attn_in: tuple[str, ...], attn_out: str, mlp_out: str, **fields: bool) -> Arch:
+def _transformer(
+    attn_in: tuple[str, ...], attn_out: str, mlp_in: str, mlp_out: str, **fields: bool
+) -> Arch:
     """The names of GPT-2 and what grew from it."""
     return Arch(
         attn_in=attn_in,
         embed="transformer.wte",
         blocks="transformer.h",
         attn_out=attn_out,
+        mlp_in=(mlp_in,),
         mlp_out=mlp_out,
         mlp_act="mlp.act",
         norm=("transformer.ln_f",),
@@ -98,6 +109,7 @@ def _bigscience(mlp_act: str) -> Arch:
         blocks="transformer.h",
         attn_in=("self_attention.query_key_value",),
         attn_out="self_attention.dense",
+        mlp_in=("mlp.dense_h_to_4h",),
         mlp_out="mlp.dense_4h_to_h",
         mlp_act=mlp_act,
         norm=("transformer.ln_f",),
@@ -110,20 +122,27 @@ ARCHS: dict[str, Arch] = {
     "gemma": _llama(needs_bos=True),
     "gemma2": _llama(needs_bos=True),
     "gemma3_text": _llama(needs_bos=True),
-    "gpt2": _transformer(("attn.c_attn",), "attn.c_proj", "mlp.c_proj", transposed=True),
+    "gpt2": _transformer(
+        ("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj", transposed=True
+    ),
     "gpt_neo": _transformer(
-        _within("attn.attention", *QKV), "attn.attention.out_proj", "mlp.c_proj", packs=False
+        _within("attn.attention", *QKV),
+        "attn.attention.out_proj",
+        "mlp.c_fc",
+        "mlp.c_proj",
+        packs=False,
     ),
     "gpt_neox": Arch(
         embed="gpt_neox.embed_in",
         blocks="gpt_neox.layers",
         attn_in=("attention.query_key_value",),
         attn_out="attention.dense",
+        mlp_in=("mlp.dense_h_to_4h",),
         mlp_out="mlp.dense_4h_to_h",
         mlp_act="mlp.act",
         norm=("gpt_neox.final_layer_norm",),
     ),
-    "gptj": _transformer(_within("attn", *QKV), "attn.out_proj", "mlp.fc_out"),
+    "gptj": _transformer(_within("attn", *QKV), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
     "llama": _llama(),
     "mistral": _llama(),
     "olmo2": _llama(),
@@ -132,11 +151,12 @@ ARCHS: dict[str, Arch] = {
         blocks="model.decoder.layers",
         attn_in=_within("self_attn", *QKV),
         attn_out="self_attn.out_proj",
+        mlp_in=("fc1",),
         mlp_out="fc2",
         mlp_act="activation_fn",
         norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
     ),
-    "phi3": _llama(attn_in=("qkv_proj",), mlp_act="mlp.activation_fn"),
+    "phi3": _llama(attn_in=("qkv_proj",), mlp_in=("gate_up_proj",), mlp_act="mlp.activation_fn"),
     "qwen2": _llama(),
     "qwen3": _llama(),
 }
@@ -197,9 +217,10 @@ def _check_names(lm: "LM") -> None:
     if attn_out is mlp_out:
         raise _misfit(lm, "mlp_out", "is the attention's output weight")
     _named(lm, first, "mlp_act")
-    for name in lm.arch.attn_in:
-        if not hasattr(_submodule(first, name), "weight"):
-            raise _misfit(lm, "attn_in", f"has no weight at {name}")
+    for part in ("attn_in", "mlp_in"):
+        for name in getattr(lm.arch, part):
+            if not hasattr(_submodule(first, name), "weight"):
+                raise _misfit(lm, part, f"has no weight at {name}")
     for part, module in (("attn_out", attn_out), ("mlp_out", mlp_out)):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:

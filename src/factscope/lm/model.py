@@ -84,6 +84,10 @@ class LM:
         """What makes the queries, keys and values of a layer."""
         return [self.blocks[layer].get_submodule(name) for name in self.arch.attn_in]
 
+    def mlp_in(self, layer: int) -> list[nn.Module]:
+        """What makes the keys of a layer's MLP."""
+        return [self.blocks[layer].get_submodule(name) for name in self.arch.mlp_in]
+
     def name_of(self, module: nn.Module) -> str:
         """A module's full name in the model."""
         return next(name for name, other in self.model.named_modules() if other is module)

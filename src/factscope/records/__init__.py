@@ -6,9 +6,11 @@ from factscope.records.files import (
     read_case_records,
     read_edit_records,
     read_records,
+    read_training_records,
     write_records,
 )
 from factscope.records.trace import KINDS, Grid, TraceRecord, as_grid
+from factscope.records.training import TrainingRecord
 
 __all__ = [
     "KINDS",
@@ -24,9 +26,11 @@ __all__ = [
     "Protocol",
     "Scores",
     "TraceRecord",
+    "TrainingRecord",
     "as_grid",
     "read_case_records",
     "read_edit_records",
     "read_records",
+    "read_training_records",
     "write_records",
 ]

@@ -9,13 +9,22 @@ from factscope.files import write_whole
 from factscope.records.case import CaseRecord
 from factscope.records.edit import EditRecord
 from factscope.records.trace import TraceRecord
+from factscope.records.training import TrainingRecord
 
-__all__ = ["read_case_records", "read_edit_records", "read_records", "write_records"]
+__all__ = [
+    "read_case_records",
+    "read_edit_records",
+    "read_records",
+    "read_training_records",
+    "write_records",
+]
 
 T = TypeVar("T")
 
 
-def write_records(path: Path, records: Iterable[TraceRecord | EditRecord | CaseRecord]) -> None:
+def write_records(
+    path: Path, records: Iterable[TraceRecord | EditRecord | CaseRecord | TrainingRecord]
+) -> None:
     """Write the records, one a line; the file appears whole or not at all."""
     write_whole(path, "".join(r.to_json() + "\n" for r in records))
 
@@ -33,6 +42,11 @@ def read_edit_records(path: Path) -> Iterator[EditRecord]:
 def read_case_records(path: Path) -> Iterator[CaseRecord]:
     """The evaluated cases of a file, in order."""
     return _read(path, CaseRecord.from_json, "factscope evaluate --out")
+
+
+def read_training_records(path: Path) -> Iterator[TrainingRecord]:
+    """How a training went, in order."""
+    return _read(path, TrainingRecord.from_json, "factscope train --out")
 
 
 def _read(path: Path, from_json: Callable[[str], T], maker: str) -> Iterator[T]:

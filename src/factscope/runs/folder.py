@@ -10,7 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from factscope.errors import BadRecord, RunStopped, WrongRun
 from factscope.files import PARTIAL, write_whole
-from factscope.records import CaseRecord, TraceRecord, read_case_records, read_records
+from factscope.records import (
+    CaseRecord,
+    TraceRecord,
+    TrainingRecord,
+    read_case_records,
+    read_records,
+    read_training_records,
+)
 
 __all__ = ["Record", "RunFolder"]
 
@@ -58,7 +65,7 @@ class RunFolder:
         if not (path / "spec.toml").is_file():
             raise WrongRun(
                 f"{path} is not a run's folder; "
-                "`factscope trace --out`, `evaluate --out` or `sweep --out` makes one"
+                "`factscope trace`, `evaluate`, `sweep` or `train` with --out makes one"
             )
         return cls(path)
 
@@ -73,7 +80,7 @@ class RunFolder:
 
     @property
     def command(self) -> str:
-        """What was run: "trace", "evaluate" or "sweep"."""
+        """What was run: "trace", "evaluate", "sweep" or "train"."""
         return str(self.spec().get("command", "trace"))
 
     def records(self) -> list[TraceRecord]:
@@ -83,6 +90,10 @@ class RunFolder:
     def case_records(self) -> list[CaseRecord]:
         """The evaluated cases that are done."""
         return list(read_case_records(self.records_path)) if self.records_path.is_file() else []
+
+    def training_records(self) -> list[TrainingRecord]:
+        """What training wrote down so far."""
+        return list(read_training_records(self.records_path)) if self.records_path.is_file() else []
 
     def append(self, record: Record) -> None:
         """Add a record; when this returns it is on the disk."""
@@ -130,7 +141,9 @@ class RunFolder:
         if end == 0 and data:
             return
         try:
-            self.case_records() if self.command == "evaluate" else self.records()
+            {"evaluate": self.case_records, "train": self.training_records}.get(
+                self.command, self.records
+            )()
         except BadRecord as error:
             raise WrongRun(f"{error}; delete that line to {self.command} its fact again") from error
 

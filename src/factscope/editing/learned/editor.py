@@ -1,0 +1,222 @@
+"""Mend and Ke: editors that take a fact's gradient and a trained network, and no search.
+
+One pass through the model, back through its last layers, and once through the network. Several
+facts in one edit are the sum of the edits of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from factscope.editing.batches import halving
+from factscope.editing.edit import Edit, LowRank, added
+from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.guard import with_health
+from factscope.editing.learned.factors import Change, factors_of
+from factscope.editing.learned.halves import Halves
+from factscope.editing.learned.lines import Lines, line_of
+from factscope.editing.learned.network import Hypernetwork, Told
+from factscope.editing.learned.places import Place
+from factscope.editing.learned.weights import Weights, load_weights
+from factscope.editing.requests import Request, requests_of
+from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
+from factscope.facts import Fact
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Ke", "Learned", "Mend"]
+
+L = TypeVar("L", bound="Learned")
+
+AT_ONCE = {"cpu": 8, "cuda": 64}
+"""How many facts go through the model together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """An editor with trained weights; `Mend` and `Ke` are the two that there are."""
+
+    method: ClassVar[str]
+
+    weights: Weights | Path | None = None
+    """What `factscope train` made: the file, or what `load` read from it."""
+    scale: float = 1.0
+    """What every edit is multiplied by."""
+    at_once: int | None = None
+    """How many facts go through the model together; None for what suits the device."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weights, Path):
+            object.__setattr__(self, "weights", load_weights(self.weights, self.method))
+        if self.at_once is not None and self.at_once < 1:
+            raise BadSetting(f"at_once is {self.at_once}; at least one fact must go through")
+
+    @classmethod
+    def load(cls: type[L], path: str | Path, **settings: Any) -> L:
+        """The editor with the weights of a file."""
+        return cls(weights=Path(path), **settings)
+
+    @property
+    def trained(self) -> Weights:
+        """The weights, which must have been given."""
+        if not isinstance(self.weights, Weights):
+            raise BadSetting(
+                f"{self.method} must be trained first: give its weights (--weights FILE); "
+                f"`factscope train {self.method}` makes them"
+            )
+        return self.weights
+
+    @property
+    def row(self) -> str:
+        """What the paper's tables call it: by the data that it was trained on."""
+        return self.trained.row
+
+    def settled(self: L, lm: "LM") -> L:
+        """The same, if its weights are for this model."""
+        self.trained.places(lm)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; weights by their hash."""
+        return {"weights_sha256": self.trained.sha256, "scale": self.scale, "method": self.method}
+
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
+        """One edit that writes all the facts: the sum of their edits."""
+        if not facts:
+            raise BadFact("there are no facts to write; give at least one")
+        single = all_of(self.ready(lm).attempt(facts, done))
+        return with_health(lm, [_together(single)])[0]
+
+    def each(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit]:
+        """An edit for each fact alone."""
+        return all_of(self.attempt(lm, facts, done=done))
+
+    def attempt(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit | FactscopeError]:
+        """An edit for each fact alone, or why there is none."""
+        edits = self.ready(lm).attempt(facts, done)
+        return each_or_error(edits, lambda edits: with_health(lm, edits))
+
+    def ready(self, lm: "LM") -> "Ready":
+        """The editor on a model."""
+        places = self.trained.places(lm)
+        return Ready(settings=self, lm=lm, places=places, network=self.trained.on(lm.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend(Learned):
+    """MEND: the factors of the gradient, transformed (`learned.mend`)."""
+
+    method: ClassVar[str] = "mend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ke(Learned):
+    """KE: the gradient, gated by what an LSTM made of the fact (`learned.ke`)."""
+
+    method: ClassVar[str] = "ke"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ready:
+    """An editor on a model."""
+
+    settings: Learned
+    lm: "LM"
+    places: list[Place]
+    network: Hypernetwork
+
+    @cached_property
+    def halves(self) -> Halves:
+        """The model, cut below the first edited layer."""
+        return Halves(self.lm, self.places[0].layer)
+
+    def attempt(self, facts: Sequence[Fact], done: Done) -> list[Edit | FactscopeError]:
+        """An edit for each fact, or why there is none."""
+        size = self.settings.at_once or AT_ONCE.get(self.lm.device.type, 8)
+
+        def solve(some: Sequence[Request], done: Done) -> "list[Edit | FactscopeError]":
+            made = self.edits(some)
+            done(1.0)
+            return made
+
+        return each_or_error(
+            requests_of(self.lm, facts), lambda asked: halving(asked, size, solve, done)
+        )
+
+    def edits(self, requests: Sequence[Request]) -> "list[Edit | FactscopeError]":
+        """All the facts at once."""
+        lm = self.lm
+        lines = Lines.of([line_of(asked) for asked in requests], lm.device)
+        entering, _ = self.halves.below(lines.ids)
+        factors, losses = factors_of(lm, self.places, self.halves, entering, lines)
+        with torch.no_grad():
+            changes = self.network(factors, told_of(lm, lines))
+        return [
+            self._edit(asked, [_of_fact(change, i) for change in changes], loss)
+            for i, (asked, loss) in enumerate(zip(requests, losses.tolist(), strict=True))
+        ]
+
+    def _edit(
+        self, asked: Request, changes: Sequence[LowRank], loss: float
+    ) -> "Edit | FactscopeError":
+        named = zip(self.places, changes, strict=True)
+        scaled = {place.name: change * self.settings.scale for place, change in named}
+        if not all(x.A.isfinite().all() and x.B.isfinite().all() for x in scaled.values()):
+            return NoProgress(
+                f"the network's edit for {asked.fact.text!r} is no number; load the model in "
+                "float32, or train the weights again"
+            )
+        return Edit(
+            changes=scaled,
+            model=self.lm.name,
+            fingerprint=self.lm.fingerprint,
+            method=self.settings.method,
+            facts=(asked.fact,),
+            settings={**self.settings.to_dict(), "losses": [[loss]]},
+        )
+
+
+def told_of(lm: "LM", lines: Lines) -> Told:
+    """The lines' tokens as the model embeds them: read, never trained or made longer."""
+    with torch.no_grad():
+        return Told(lm.embed(lines.ids), lines.lengths)
+
+
+def _of_fact(change: Change, i: int) -> LowRank:
+    """One fact's change in main memory, without the tokens at which there is none."""
+    B, A = change.B[i], change.A[i]
+    used = (B != 0).any(0) & (A != 0).any(1)
+    used[0] |= not used.any()
+    return LowRank(_plain(B[:, used]), _plain(A[used]))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.float().cpu().contiguous()
+
+
+def _together(edits: Sequence[Edit]) -> Edit:
+    """The sum of edits by one method, as one edit."""
+    first, *others = edits
+    changes = dict(first.changes)
+    for edit in others:
+        for name, change in edit.changes.items():
+            changes[name] = added(changes[name], change)
+    losses = [mine for edit in edits for mine in edit.settings["losses"]]
+    return Edit(
+        changes=changes,
+        model=first.model,
+        fingerprint=first.fingerprint,
+        method=first.method,
+        facts=tuple(fact for edit in edits for fact in edit.facts),
+        settings={**first.settings, "losses": losses},
+    )

@@ -1,0 +1,192 @@
+"""Weights: a trained network with the model it is for, as one safetensors file.
+
+The header says the method, the model and its fingerprint, how the network is built, and on what it
+was trained. Nothing in the file is code.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from factscope.editing.learned.ke import KeDesign, KeNetwork
+from factscope.editing.learned.mend import MendDesign, MendNetwork
+from factscope.editing.learned.network import Design, Hypernetwork
+from factscope.editing.learned.places import Place, places_of
+from factscope.errors import BadInput, BadWeights
+from factscope.fetch import sha256
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = [
+    "NETWORKS",
+    "Weights",
+    "built",
+    "digest_of",
+    "fitting",
+    "load_weights",
+    "packed",
+    "plain",
+    "tensors_in",
+]
+
+FORMAT = "factscope-hypernetwork"
+VERSION = 1
+
+NETWORKS: dict[str, tuple[type[Design], Any]] = {
+    "mend": (MendDesign, MendNetwork),
+    "ke": (KeDesign, KeNetwork),
+}
+"""Method → how its network is described and built."""
+
+FLAVOURS = {"counterfact": "-cf", "zsre": "-zsre", "text": ""}
+"""What the paper adds to a method's name for the data that it was trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """A network and what it was trained for."""
+
+    network: Hypernetwork
+    model: str
+    fingerprint: str
+    """Of the model that it edits."""
+    trained: Mapping[str, Any]
+    """On what, and how far."""
+    sha256: str
+    """Of the file, or of the tensors where there is none."""
+
+    @property
+    def row(self) -> str:
+        """What the paper's tables call an editor with these weights."""
+        data = str(self.trained.get("data", "text"))
+        return self.network.method + FLAVOURS.get(data, f"-{data}")
+
+    def places(self, lm: "LM") -> list[Place]:
+        """The model's weights that the network changes; refuses a model that it is not for."""
+        if lm.fingerprint != self.fingerprint:
+            raise BadWeights(
+                f"the {self.network.method} weights are for {self.model} (fingerprint "
+                f"{self.fingerprint[:12]}), not for {lm.name} ({lm.fingerprint[:12]}); load that "
+                f"model, or train others: factscope train {self.network.method} --model {lm.name}"
+            )
+        return fitting(lm, self.network.design)
+
+    def on(self, device: torch.device) -> Hypernetwork:
+        """The network on a device, not to be trained."""
+        return self.network.to(device).eval().requires_grad_(False)
+
+
+def fitting(lm: "LM", design: Design) -> list[Place]:
+    """The places of a design in a model, if it has them."""
+    try:
+        found = places_of(lm, design.layers)
+    except BadInput as error:
+        raise BadWeights(f"the weights do not fit {lm.name}: {error}") from error
+    there, wanted = tuple(place.shape for place in found), design.places
+    if there != wanted:
+        lost = [shape for shape in wanted if shape not in there] or list(wanted)
+        raise BadWeights(
+            f"the weights do not fit {lm.name}: they change {lost[0][0]} ({lost[0][1]} → "
+            f"{lost[0][2]}), and layers {', '.join(map(str, design.layers))} have "
+            f"{', '.join(name for name, _, _ in there)}; train others for these layers"
+        )
+    return found
+
+
+def built(method: str, design: Design, seed: int = 0) -> Hypernetwork:
+    """A network as it is before training; nobody else's random numbers change."""
+    _, network = NETWORKS[method]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return network(design)
+
+
+# ---- as a file
+
+
+def packed(
+    network: Hypernetwork, lm_name: str, fingerprint: str, trained: Mapping[str, Any]
+) -> bytes:
+    """The bytes of a weights file."""
+    header = {
+        "format": f"{FORMAT} {VERSION}",
+        "method": network.method,
+        "model": lm_name,
+        "fingerprint": fingerprint,
+        "design": json.dumps(network.design.to_dict()),
+        "trained": json.dumps(dict(trained)),
+    }
+    tensors = {name: plain(x) for name, x in network.state_dict().items()}
+    return save(tensors, metadata=header)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy of its own in main memory."""
+    return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+
+
+def load_weights(path: str | Path, method: str | None = None) -> Weights:
+    """The weights in a file, which must be of the method if one is said."""
+    path = Path(path)
+    header, tensors = tensors_in(path, FORMAT)
+    there = header.get("method", "")
+    if there not in NETWORKS or (method is not None and there != method):
+        raise BadWeights(f"{path} holds weights of {there!r}, not of {method or list(NETWORKS)}")
+    design, _ = NETWORKS[there]
+    try:
+        made = built(there, design.from_dict(json.loads(header["design"])))
+        made.load_state_dict(tensors)
+        return Weights(
+            network=made,
+            model=header["model"],
+            fingerprint=header["fingerprint"],
+            trained=json.loads(header["trained"]),
+            sha256=sha256(path),
+        )
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise _unreadable(path, str(error).split("\n")[0]) from error
+
+
+def tensors_in(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and the tensors of a file that says it is of that kind."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_format(path, header, kind)
+            return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise BadWeights(f"there is no file {path}; `factscope train` makes one") from error
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _check_format(path: Path, header: Mapping[str, str], kind: str) -> None:
+    there, _, version = header.get("format", "").partition(" ")
+    if there != kind or not version.isdigit():
+        raise BadWeights(f"{path} holds no {kind.removeprefix('factscope-')}; give one that "
+                         "`factscope train` wrote")  # fmt: skip
+    if int(version) > VERSION:
+        raise BadWeights(
+            f"{path} has format {version}, this factscope reads up to {VERSION}; update factscope"
+        )
+
+
+def _unreadable(path: Path, reason: str) -> BadWeights:
+    return BadWeights(f"the weights {path} cannot be read ({reason}); fetch or train them again")
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """A hash of tensors, for weights that are in no file."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(plain(tensor).numpy().tobytes())
+    return digest.hexdigest()

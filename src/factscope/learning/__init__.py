@@ -1,0 +1,1 @@
+"""Training the editors that must be trained."""
