@@ -1,4 +1,4 @@
-"""How fast is a ROME edit? The reference procedure and ours, in one process.
+"""How fast is an edit? ROME's by the reference procedure and by ours, and MEND's and KE's.
 
     python bench/edit.py --model smollm2-135m                       # a real fact, on a CPU
     python bench/edit.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
@@ -14,6 +14,10 @@ all records its search, and facts that follow play recordings, if there is one o
 warm up, each with all recordings thrown away; those that follow on `LATER` facts of other lengths,
 each written once, after `LATER` others. The reference writes the same facts. A `--shape` has random
 weights: time does not depend on their values.
+
+A second table has the learned editors beside ROME's following edit, guard rails included in both:
+an edit by MEND or KE should take less than a fifth. Their networks are untrained, of the published
+sizes: what they compute takes as long as after training.
 """
 
 import argparse
@@ -26,6 +30,9 @@ from typing import Any
 
 import torch
 
+from factscope.editing.learned.editor import Ke, Learned, Mend
+from factscope.editing.learned.places import last_layers, places_of
+from factscope.editing.learned.weights import NETWORKS, Weights, built
 from factscope.editing.plain import plain_rome
 from factscope.editing.rome import Rome
 from factscope.facts import Fact
@@ -148,6 +155,41 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     )
 
 
+SIZES = {"mend": {"rank": 1920}, "ke": {}}
+"""The published networks."""
+
+
+def learned(lm: LM, kind: type[Learned]) -> Learned:
+    """The editor with an untrained network."""
+    layers = last_layers(lm)
+    design: Any = NETWORKS[kind.method][0]
+    network = built(
+        kind.method,
+        design(
+            places=tuple(place.shape for place in places_of(lm, layers)), layers=layers,
+            width=lm.embed.weight.shape[1], **SIZES[kind.method],
+        ),
+    )  # fmt: skip
+    return kind(
+        weights=Weights(
+            network=network, model=lm.name, fingerprint=lm.fingerprint, trained={}, sha256="none"
+        )
+    )
+
+
+def compared(args: argparse.Namespace, dtype: str, clock: Clock) -> list[str]:
+    """The rows of the second table."""
+    lm, rome, facts = prepared(args, dtype)
+    seconds = median(clock, lambda: rome.each(lm, facts), args.repeat) / len(facts)
+    rows = [f"| {dtype} | rome | {len(facts)} | {seconds:.4f} | 1 |"]
+    for kind in (Mend, Ke):
+        made = learned(lm, kind)
+        own = median(clock, lambda made=made: made.each(lm, facts), args.repeat) / len(facts)
+        share = own / seconds
+        rows.append(f"| {dtype} | {kind.method} | {len(facts)} | {own:.4f} | {share:.3f} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
@@ -169,6 +211,10 @@ def main() -> None:
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for dtype in args.dtype:
         print(measured(args, dtype, clock), flush=True)
+    columns = ("dtype", "method", "facts", "s an edit", "share of ROME's")
+    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for dtype in args.dtype:
+        print("\n".join(compared(args, dtype, clock)), flush=True)
 
 
 if __name__ == "__main__":

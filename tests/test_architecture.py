@@ -25,6 +25,7 @@ LEVELS = (
     ("stats",),
     ("tracing",),
     ("editing",),
+    ("learning",),
     ("evaluation",),
     ("runs",),
     ("cli",),

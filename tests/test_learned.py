@@ -216,7 +216,7 @@ def plain_ke(lm: LM, network: KeNetwork, fact: Fact) -> dict[str, Tensor]:
         keys, values = gate.keys, gate.values
         said = gate.outer(gate.inner(state).tanh())
         c, r, c_, r_, g = said.split([keys, values, keys, values, 1])
-        a, b = torch.outer(r.softmax(0), c) * values, torch.outer(r_.softmax(0), c_) * values
+        a, b = torch.outer(r.softmax(0), c) * values, torch.outer(r_.softmax(0), c_)
         usual_x, usual_delta = network.usual(i)
         gradient = gradients[name] / (usual_x.size * usual_delta.size)
         found[name] = (gate.log_rate.exp() * g.sigmoid() * (gradient * a + b)).detach()

@@ -23,6 +23,7 @@ from commands import Result, Run, runner, saved_model
 RECIPES = Path(__file__).parents[1] / "recipes"
 PAPER = sorted(RECIPES.glob("*.toml"))
 SMALL = sorted((RECIPES / "small").glob("*.toml"))
+DEFAULT = sorted((RECIPES / "default").glob("*.toml"))
 HUB = ("gpt2-medium", "gpt2-large", "gpt2-xl", "EleutherAI/gpt-j-6b", "EleutherAI/gpt-neox-20b")
 KNOWN = known_flags(commands())
 
@@ -49,18 +50,23 @@ def assert_refused(result: Result, *words: str) -> None:
 # ---- those of the repository
 
 
-@pytest.mark.parametrize("path", [*PAPER, *SMALL], ids=lambda p: f"{p.parent.name}-{p.stem}")
+@pytest.mark.parametrize(
+    "path", [*PAPER, *SMALL, *DEFAULT], ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
 def test_a_recipe_names_what_there_is(path: Path, factscope: Run) -> None:
     recipe = read_recipe(path, KNOWN)
     for step in recipe.steps:
         said = step.settings
-        small = path.parent.name == "small"
+        small = path.parent.name in ("small", "default")
         assert said["model"] in (SHORT_NAMES if small else HUB)
         assert said.get("method", "rome") in METHODS
         assert said.get("preset", "default") in ("default", "paper")
         for key in ("data", "facts", "references"):
             name = said.get(key, "everyday")
-            assert name in DATA_SETS or Path(name).is_file()
+            own_text = (step.command, name) == ("train", "text")
+            assert own_text or name in DATA_SETS or Path(name).is_file()
+        trained = [other.name for other in recipe.steps if other.command == "train"]
+        assert "weights" not in said or said["weights"] in trained
     shown = factscope("recipe", path, "--out", "out", "--dry-run")
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
@@ -72,6 +78,31 @@ def test_a_recipe_names_what_there_is(path: Path, factscope: Run) -> None:
 def test_every_recipe_has_a_small_sibling() -> None:
     assert len(PAPER) >= 20
     assert [path.name for path in PAPER] == [path.name for path in SMALL]
+
+
+def test_every_learned_editor_of_the_paper_has_a_recipe() -> None:
+    names = {"mend", "mend-cf", "mend-zsre", "ke", "ke-cf", "ke-zsre"}
+    assert {path.stem for path in DEFAULT} == names
+    for path in DEFAULT:
+        train, evaluate = read_recipe(path, KNOWN).steps
+        assert (train.command, evaluate.command) == ("train", "evaluate")
+        assert train.settings["minutes"] < 10
+        assert evaluate.settings["weights"] == train.name
+
+
+def test_weights_come_from_a_run_before(tmp_path: Path, factscope: Run) -> None:
+    trained = '[[run]]\nname = "t"\ncommand = "train"\nmethod = "ke"\ndata = "text"\n'
+    edited = '[[run]]\nname = "e"\ncommand = "evaluate"\nmethod = "ke"\nweights = "t"\n'
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'title = "T"\n{trained}{edited}')
+    shown = factscope("recipe", path, "--out", "o", "--dry-run", "--limit", 5, "--data", "zsre")
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    assert lines[1] == "factscope train ke --data text --out o/t"  # it learns from what it says
+    assert "--weights o/t/weights.safetensors" in lines[2]
+    assert "--limit 5 --data zsre" in lines[2] or "--data zsre --limit 5" in lines[2]
+    path.write_text(f'title = "T"\n{edited}{trained}')
+    assert_refused(factscope("recipe", path, "--out", "o"), "'t'", "trained after it")
 
 
 @pytest.mark.parametrize("file", ["curie.json", "small/questions.json"])
@@ -196,7 +227,7 @@ def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
 def test_settings_become_words() -> None:
     settings = {"kind": ["states", "mlp"], "no-stats": True, "gradients": False, "prompt": "A b",
                 "rate": 5e-4}  # fmt: skip
-    assert flag_words(settings) == [
+    assert flag_words(settings, "trace") == [
         "A b", "--kind", "states", "--kind", "mlp", "--no-stats", "--rate", "0.0005",
     ]  # fmt: skip
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from factscope.editing.edit import Edit
     from factscope.editing.finetune import FineTune
     from factscope.editing.kn import KN
+    from factscope.editing.learned.editor import Ke, Mend
     from factscope.editing.ledger import edits_in
     from factscope.editing.memit import Memit
     from factscope.editing.methods import editor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from factscope.errors import FactscopeError
     from factscope.evaluation.protocols import Evaluation
     from factscope.facts import Case, Fact
+    from factscope.learning.training import Training
     from factscope.lm.load import from_model, load
     from factscope.lm.model import LM
     from factscope.records import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         read_records,
         write_records,
     )
+    from factscope.runs.training import FromCases, FromText, TrainRun
     from factscope.stats.moment import SecondMoment
     from factscope.tracing.corrupt import Corruption
     from factscope.tracing.discover import find_known
@@ -48,11 +51,17 @@ __all__ = [
     "Fact",
     "FactscopeError",
     "FineTune",
+    "FromCases",
+    "FromText",
+    "Ke",
     "Memit",
+    "Mend",
     "Rome",
     "SecondMoment",
     "TraceRecord",
     "Tracing",
+    "TrainRun",
+    "Training",
     "edited",
     "editor",
     "edits_in",
@@ -74,6 +83,7 @@ _HOMES = {
     "factscope.editing.edit": ("Edit",),
     "factscope.editing.finetune": ("FineTune",),
     "factscope.editing.kn": ("KN",),
+    "factscope.editing.learned.editor": ("Ke", "Mend"),
     "factscope.editing.ledger": ("edits_in",),
     "factscope.editing.memit": ("Memit",),
     "factscope.editing.methods": ("editor",),
@@ -82,6 +92,7 @@ _HOMES = {
     "factscope.errors": ("FactscopeError",),
     "factscope.evaluation.protocols": ("Evaluation",),
     "factscope.facts": ("Case", "Fact"),
+    "factscope.learning.training": ("Training",),
     "factscope.lm.load": ("from_model", "load"),
     "factscope.lm.model": ("LM",),
     "factscope.records": (
@@ -91,6 +102,7 @@ _HOMES = {
         "read_records",
         "write_records",
     ),
+    "factscope.runs.training": ("FromCases", "FromText", "TrainRun"),
     "factscope.stats.moment": ("SecondMoment",),
     "factscope.tracing.corrupt": ("Corruption",),
     "factscope.tracing.discover": ("find_known",),

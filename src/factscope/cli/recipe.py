@@ -16,6 +16,7 @@ from factscope.cli.show import notes, print_json, results
 from factscope.cli.stats import collect
 from factscope.cli.sweep import sweep
 from factscope.cli.trace import trace
+from factscope.cli.train import train
 from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def commands() -> dict[str, Any]:
     """The commands that a recipe can name, as click knows them."""
     app = typer.Typer(add_completion=False)
     for name, command in (
-        ("evaluate", evaluate), ("sweep", sweep), ("trace", trace), ("stats", collect),
-        ("report", report),
+        ("evaluate", evaluate), ("sweep", sweep), ("trace", trace), ("train", train),
+        ("stats", collect), ("report", report),
     ):  # fmt: skip
         app.command(name)(command)
     return dict(typer.main.get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,7 +115,8 @@ def _plan(made: "Recipe", out: Path) -> list[tuple[str, list[str]]]:
     """Every run and every report, as words of the command line."""
     from factscope.runs.recipe import flag_words
 
-    plan = [(step.name, _words(step, out)) for step in made.steps]
+    trained = {step.name for step in made.steps if step.command == "train"}
+    plan = [(step.name, _words(step, out, trained)) for step in made.steps]
     for one in made.reports:
         runs = [str(out / name) for name in one.runs]
         words = ["report", *runs, *flag_words(one.settings), "--out", str(out / one.name)]
@@ -122,10 +124,14 @@ def _plan(made: "Recipe", out: Path) -> list[tuple[str, list[str]]]:
     return plan
 
 
-def _words(step: "Step", out: Path) -> list[str]:
+def _words(step: "Step", out: Path, trained: set[str]) -> list[str]:
+    from factscope.runs.folder import WEIGHTS
     from factscope.runs.recipe import flag_words
 
-    words = [step.command, *flag_words(step.settings)]
+    settings = dict(step.settings)
+    if settings.get("weights") in trained:
+        settings["weights"] = out / settings["weights"] / WEIGHTS
+    words = [step.command, *flag_words(settings, step.command)]
     if step.command == "stats":
         return words  # into the user's cache, where edits look for them
     figure = step.command == "trace" and "facts" not in step.settings

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 SETS = {"counterfact": "counterfact-train", "zsre": "zsre-train"}
-"""What is evaluated on → what is trained on, without the evaluated subjects."""
+"""What is evaluated on → what is trained on, where it is there, without the evaluated subjects."""
 MINUTES = 10.0
 """How long training takes where nothing is said."""
 
@@ -87,7 +87,7 @@ def train(
         "held_out": held_out, "every": every, "patience": patience,
     }  # fmt: skip
     training = Training(
-        method=method,  # pyright: ignore[reportArgumentType]
+        method=method,
         layers=None if layer is None else tuple(parse_layers(layer)),
         design=() if rank is None else (("rank", rank),),
         seed=seed,
@@ -141,9 +141,15 @@ def _cases(
     if locality not in get_args(Locality):
         known = ", ".join(get_args(Locality))
         raise BadSetting(f"--locality {locality!r} is not one of {known}")
-    path = find(SETS.get(data, data))
     left = [_excluded(word) for word in exclude or ()]
+    apart = located(SETS[data]) if data in SETS else None
+    path = find(data) if apart is None else apart.path
     if data in SETS and not left:
+        if apart is None:
+            raise BadSetting(
+                f"{SETS[data]} is not here, and {data} is what is evaluated on; train on the rest "
+                f"of it with --exclude {data}:7500 (the first 7500), or give a file of cases"
+            )
         evaluated = located(data)
         if evaluated is None:
             notes.print(

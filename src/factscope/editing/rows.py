@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["edited", "linear_of"]
 
-FEW = 8
+FEW = 32
 """Up to this rank each row carries its own factors; above, rows go edit by edit."""
 
 Shift = Callable[[Float[Tensor, "row token key"]], Float[Tensor, "row token value"]]

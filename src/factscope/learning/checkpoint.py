@@ -1,13 +1,11 @@
 """Training under way, as a file: the network, Adam's state and how far it is. Safetensors."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors.torch import save
 from torch import Tensor
 
-from factscope.editing.learned.weights import plain, tensors_in
+from factscope.editing.learned.weights import bytes_of, plain, tensors_in
 from factscope.errors import WrongRun
 from factscope.files import write_whole
 from factscope.learning.training import Progress, Trainer
@@ -25,15 +23,15 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
         **{f"best.{name}": plain(x) for name, x in trainer.best.items()},
         **{f"adam.{i}.{name}": plain(x) for i, some in adam.items() for name, x in some.items()},
     }
-    header = {"format": f"{FORMAT} 1", "progress": json.dumps(asdict(trainer.progress))}
-    write_whole(path, save(tensors, metadata=header))
+    header = {"format": f"{FORMAT} 1", "progress": asdict(trainer.progress)}
+    write_whole(path, bytes_of(tensors, header))
 
 
 def restore_(trainer: Trainer, path: Path) -> None:
     """Bring a fresh trainer to where another was."""
     header, tensors = tensors_in(path, FORMAT)
     try:
-        trainer.progress = Progress(**json.loads(header["progress"]))
+        trainer.progress = Progress(**header["progress"])
         trainer.network.load_state_dict(_under("network.", tensors))
         device = trainer.lm.device
         trainer.best = {name: x.to(device) for name, x in _under("best.", tensors).items()}

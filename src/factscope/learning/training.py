@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from factscope.editing.learned.factors import factors_of
 from factscope.editing.learned.halves import Halves
 from factscope.editing.learned.network import Hypernetwork
 from factscope.editing.learned.places import last_layers, places_of
@@ -22,16 +23,15 @@ from factscope.records.training import TrainingRecord
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Method", "Progress", "Trainer", "Training"]
-
-Method = Literal["mend", "ke"]
+__all__ = ["Progress", "Trainer", "Training"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """How a network is trained."""
 
-    method: Method
+    method: str
+    """mend or ke."""
     layers: tuple[int, ...] | None = None
     """The layers whose MLPs are edited; None for the last three."""
     design: tuple[tuple[str, Any], ...] = ()
@@ -106,6 +106,7 @@ class Trainer:
         self.adam = torch.optim.Adam(self.network.groups(training.rate))
         self.rates = [group["lr"] for group in self.adam.param_groups]
         self.progress = Progress()
+        self.begun = False
         self.best: dict[str, Tensor] = {}
         """The network's tensors at the best look."""
 
@@ -118,11 +119,24 @@ class Trainer:
         )  # fmt: skip
         return built(self.training.method, said, self.training.seed).to(self.lm.device)
 
+    def begin(self) -> None:
+        """Before the first step: learn from one group how large factors usually are."""
+        if self.begun or self.progress.step:
+            return
+        self.begun = True
+        group = self.shelf.group(0)
+        if group is not None:
+            factors, _ = factors_of(
+                self.lm, self.places, self.halves, group.entering[0], group.edit
+            )
+            self.network.observe(factors)
+
     # ---- one step
 
     def step(self) -> float:
         """Learn from the next group; its loss."""
         began = time.monotonic()
+        self.begin()
         now = self.progress
         group, turn = self.shelf.at(now.step, self.training.seed)
         loss = math.nan if group is None else self._learn(group, turn)
@@ -169,6 +183,7 @@ class Trainer:
     def look(self) -> TrainingRecord:
         """See the held-out examples, and note whether that is the best so far."""
         began = time.monotonic()
+        self.begin()
         self.network.eval()
         groups = [g for g in map(self.held.group, range(len(self.held))) if g is not None]
         if not groups:

@@ -38,7 +38,6 @@ def training_figure(records: Sequence[TrainingRecord], title: str) -> Figure:
     right.set_ylabel("share of held-out facts", fontsize=MEDIUM)
     right.set_ylim(-0.02, 1.02)
     fig.suptitle(title, fontsize=MEDIUM, **plain())
-    fig.tight_layout()
     return fig
 
 

@@ -19,7 +19,10 @@ from factscope.records import (
     read_training_records,
 )
 
-__all__ = ["Record", "RunFolder"]
+__all__ = ["WEIGHTS", "Record", "RunFolder"]
+
+WEIGHTS = "weights.safetensors"
+"""What training leaves in its folder for `--weights`."""
 
 
 @runtime_checkable

@@ -10,13 +10,19 @@ name = "rome"               # its folder
 command = "evaluate"
 method = "rome"             # the command's flags, without dashes in front
 
+[[run]]
+name = "mend"
+command = "evaluate"
+method = "mend"
+weights = "trained"         # a run of `train` before this one, or a file
+
 [[report]]
 runs = ["rome"]             # all runs, if not said
 cases = "1,2"               # further flags of `factscope report`
 """
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +31,14 @@ from factscope.errors import BadSetting
 
 __all__ = ["Known", "Recipe", "Report", "Step", "flag_words", "read_recipe"]
 
-Known = Mapping[str, Collection[str]]
+Known = Mapping[str, Set[str]]
 """Command → the flags that it has."""
 
-POSITIONAL = ("prompt",)
-"""What a command takes without a flag."""
+POSITIONAL = {"trace": ("prompt",), "train": ("method",)}
+"""Command → what it takes without a flag."""
+KEPT = {"train": ("data", "limit")}
+"""Command → flags that keep what the recipe says, whatever is said instead: other cases to evaluate
+are not other cases to learn from."""
 FILES = ("data", "facts", "references", "prefixes", "text")
 """Flags that may name a file."""
 TOP = ("title", "common", "run", "report")
@@ -68,11 +77,12 @@ class Recipe:
     reports: tuple[Report, ...]
 
 
-def flag_words(settings: Mapping[str, Any]) -> list[str]:
+def flag_words(settings: Mapping[str, Any], command: str = "") -> list[str]:
     """Settings as words of the command line."""
-    words = [str(settings[name]) for name in POSITIONAL if name in settings]
+    bare = POSITIONAL.get(command, ())
+    words = [str(settings[name]) for name in bare if name in settings]
     for name, value in settings.items():
-        if name in POSITIONAL or value is False:
+        if name in bare or value is False:
             continue
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
@@ -88,6 +98,8 @@ def read_recipe(path: Path, known: Known, changed: Mapping[str, Any] | None = No
     if not steps:
         raise BadSetting(f"{path} has no [[run]]; a recipe lists at least one")
     names = [step.name for step in steps]
+    for i, step in enumerate(steps):
+        _no_later_weights(path, step, steps[i:])
     if len(set(names)) < len(names):
         raise BadSetting(f"{path}: two runs have the same name, of {', '.join(names)}")
     unused = [key for key in common if not any(key in known[step.command] for step in steps)]
@@ -137,8 +149,19 @@ def _beside(path: Path, key: str, value: Any) -> Any:
 
 
 def _changed(step: Step, changed: Mapping[str, Any], known: Known) -> Step:
-    mine = {key: value for key, value in changed.items() if key in known[step.command]}
+    can = known[step.command] - set(KEPT.get(step.command, ()))
+    mine = {key: value for key, value in changed.items() if key in can}
     return Step(name=step.name, command=step.command, settings={**step.settings, **mine})
+
+
+def _no_later_weights(path: Path, step: Step, later: Sequence[Step]) -> None:
+    """Weights come from a run before."""
+    wanted = step.settings.get("weights")
+    if any(wanted == other.name for other in later):
+        raise BadSetting(
+            f"{path}: {step.name!r} takes the weights of {wanted!r}, which is trained after it; "
+            "list that run first"
+        )
 
 
 def _report(path: Path, said: dict[str, Any], steps: Sequence[Step], known: Known) -> Report:

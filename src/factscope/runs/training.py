@@ -23,16 +23,15 @@ from factscope.learning.checkpoint import restore_, write_checkpoint
 from factscope.learning.examples import CaseLessons, Lessons, Locality, TextLessons, without
 from factscope.learning.training import Trainer, Training
 from factscope.records import TrainingRecord, write_records
-from factscope.runs.folder import RunFolder
+from factscope.runs.folder import WEIGHTS, RunFolder
 from factscope.runs.info import info
 from factscope.stats.text import WrittenText, documents, window_of, windows
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["CHECKPOINT", "WEIGHTS", "FromCases", "FromText", "Source", "TrainRun"]
+__all__ = ["CHECKPOINT", "FromCases", "FromText", "Source", "TrainRun"]
 
-WEIGHTS = "weights.safetensors"
 CHECKPOINT = "checkpoint.safetensors"
 SHARE = 20
 """Writing may take one part in so many of the time: large networks have gigabytes."""

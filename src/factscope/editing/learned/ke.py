@@ -3,7 +3,7 @@
 From the state in which the LSTM leaves the fact's tokens come, for each weight, two rank-one
 matrices and a gate:
 
-    ΔW = σ(g) · (∇W ⊙ a + b),    a = softmax(r) cᵀ,    b = softmax(r') c'ᵀ
+    ΔW = rate · σ(g) · (∇W ⊙ a + b),    a = softmax(r) cᵀ,    b = softmax(r') c'ᵀ
 
 ∇W is a sum of outer products δ xᵀ, and ∇W ⊙ (r cᵀ) = Σ (δ ⊙ r)(x ⊙ c)ᵀ: the edit stays of low rank.
 The gradient enters in units of its usual size, a begins as the step against it and b as nothing.
@@ -34,7 +34,7 @@ class KeDesign(Design):
     """Width of what the LSTM's end state is mapped to."""
     hidden: int = 128
     """Width of each place's own layer."""
-    rate: float = 1e-3
+    rate: float = 5e-5
     """How far an edit goes at first: ‖ΔW‖ is about this times √(keys · values) for each token."""
 
 
@@ -57,8 +57,8 @@ class Gate(nn.Module):
         said = self.outer(self.inner(state).tanh())
         widths = [self.keys, self.values, self.keys, self.values, 1]
         c, r, c_, r_, gate = said.split(widths, dim=-1)
-        # Softmax times its width: entries about 1, whatever the width.
-        r, r_ = (x.softmax(-1) * self.values for x in (r, r_))
+        # Times its width, so that a is about c whatever the width; b, as published, is not.
+        r, r_ = r.softmax(-1) * self.values, r_.softmax(-1)
         return c, r, c_, r_, gate.sigmoid() * self.log_rate.exp()
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "NETWORKS",
     "Weights",
     "built",
+    "bytes_of",
     "digest_of",
     "fitting",
     "load_weights",
@@ -122,11 +123,16 @@ def packed(
         "method": network.method,
         "model": lm_name,
         "fingerprint": fingerprint,
-        "design": json.dumps(network.design.to_dict()),
-        "trained": json.dumps(dict(trained)),
+        "design": network.design.to_dict(),
+        "trained": dict(trained),
     }
     tensors = {name: plain(x) for name, x in network.state_dict().items()}
-    return save(tensors, metadata=header)
+    return bytes_of(tensors, header)
+
+
+def bytes_of(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
+    """A safetensors file; its header is one entry, for several have no fixed order."""
+    return save(dict(tensors), metadata={"factscope": json.dumps(header)})
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -143,33 +149,33 @@ def load_weights(path: str | Path, method: str | None = None) -> Weights:
         raise BadWeights(f"{path} holds weights of {there!r}, not of {method or list(NETWORKS)}")
     design, _ = NETWORKS[there]
     try:
-        made = built(there, design.from_dict(json.loads(header["design"])))
+        made = built(there, design.from_dict(header["design"]))
         made.load_state_dict(tensors)
         return Weights(
             network=made,
             model=header["model"],
             fingerprint=header["fingerprint"],
-            trained=json.loads(header["trained"]),
+            trained=header["trained"],
             sha256=sha256(path),
         )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _unreadable(path, str(error).split("\n")[0]) from error
 
 
-def tensors_in(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+def tensors_in(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a file that says it is of that kind."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = json.loads((file.metadata() or {}).get("factscope", "{}"))
             _check_format(path, header, kind)
             return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise BadWeights(f"there is no file {path}; `factscope train` makes one") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
 
 
-def _check_format(path: Path, header: Mapping[str, str], kind: str) -> None:
+def _check_format(path: Path, header: Mapping[str, Any], kind: str) -> None:
     there, _, version = header.get("format", "").partition(" ")
     if there != kind or not version.isdigit():
         raise BadWeights(f"{path} holds no {kind.removeprefix('factscope-')}; give one that "
