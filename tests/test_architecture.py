@@ -28,6 +28,7 @@ LEVELS = (
     ("learning",),
     ("evaluation",),
     ("runs",),
+    ("serve",),
     ("cli",),
 )
 """A module imports from levels above its own in this list, or from its own package."""
@@ -112,6 +113,11 @@ def test_the_terminal_stays_at_the_edge() -> None:
     assert users_of("argparse") == set()
 
 
+def test_the_web_stays_in_serve() -> None:
+    for package in ("fastapi", "starlette", "uvicorn", "pydantic"):
+        assert users_of(package) == {"serve"}
+
+
 def test_hooks_are_registered_in_one_file() -> None:
     users = [f for f in FILES if "register_forward" in f.read_text("utf-8")]
     assert users == [ROOT / "lm" / "hooks.py"]
@@ -131,7 +137,8 @@ import logging
 import {module}
 assert (dict(os.environ), os.getcwd(), sorted(os.listdir())) == before, "the surroundings changed"
 assert not logging.getLogger().handlers, "logging was set up"
-heavy = {{"torch", "transformers", "matplotlib", "numpy", "gguf", "pandas"}} & set(sys.modules)
+known = {{"torch", "transformers", "matplotlib", "numpy", "gguf", "pandas", "fastapi"}}
+heavy = known & set(sys.modules)
 assert not heavy, f"loads {{heavy}}"
 """
 

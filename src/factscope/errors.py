@@ -4,6 +4,7 @@ FactscopeError            a run failed (exit code 1)
 ├── NoProgress            a search that did not find what it looked for
 ├── UnsafeEdit            an edit beyond the guard rails
 ├── OutOfMemory           more than the device holds, even in the smallest pieces
+├── Busy                  a server that has as much to do as it takes on
 ├── RunStopped            a run that could not go on, as when the disk is full; it can be taken up
 └── BadInput              what was asked for cannot be done as asked (exit code 2)
     ├── BadFact           empty prompt, no place for the subject, a broken line in a facts file
@@ -21,7 +22,10 @@ FactscopeError            a run failed (exit code 1)
     ├── BadStats          statistics of another model or layer, or that cannot be used
     ├── BadStudy          texts that cannot be compared, or answers that are not of the study
     ├── BadWeights        a trained editor's weights for another model or layers, or unreadable
-    └── WrongRun          an output folder that belongs to another run
+    ├── WrongRun          an output folder that belongs to another run
+    ├── TooMuch           more than a server does for one visitor
+    ├── NotHere           an edit, a trace or a run that a server does not have
+    └── Foreign           a request that another site made
 
 Each message says what was wrong, shows the value and names the next step; the command line
 prints it without a traceback.
@@ -37,14 +41,18 @@ __all__ = [
     "BadStats",
     "BadStudy",
     "BadWeights",
+    "Busy",
     "FactscopeError",
+    "Foreign",
     "NoData",
     "NoNetwork",
     "NoProgress",
+    "NotHere",
     "OutOfMemory",
     "PromptTooLong",
     "RunStopped",
     "SubjectNotFound",
+    "TooMuch",
     "UnknownFamily",
     "UnknownModel",
     "UnsafeEdit",
@@ -69,6 +77,10 @@ class UnsafeEdit(FactscopeError):
 
 class OutOfMemory(FactscopeError):
     """More than the device holds, even in the smallest pieces."""
+
+
+class Busy(FactscopeError):
+    """A server that has as much to do as it takes on; ask again later."""
 
 
 class RunStopped(FactscopeError):
@@ -143,3 +155,15 @@ class BadWeights(BadInput):
 
 class WrongRun(BadInput):
     """An output folder that belongs to another run."""
+
+
+class TooMuch(BadInput):
+    """More than a server does for one visitor."""
+
+
+class NotHere(BadInput):
+    """An edit, a trace or a run that a server does not have."""
+
+
+class Foreign(BadInput):
+    """A request that another site made, or that came under another name."""

@@ -13,6 +13,7 @@ from factscope.cli.generate import generate
 from factscope.cli.models import models
 from factscope.cli.recipe import recipe
 from factscope.cli.report import report
+from factscope.cli.serve import serve
 from factscope.cli.stats import stats
 from factscope.cli.study import study
 from factscope.cli.sweep import sweep
@@ -37,6 +38,7 @@ app.command()(recipe)
 app.command()(report)
 app.command()(generate)
 app.command()(models)
+app.command()(serve)
 app.command()(demo)
 app.add_typer(stats, name="stats")
 app.add_typer(edit, name="edit")

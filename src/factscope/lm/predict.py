@@ -12,7 +12,7 @@ from factscope.lm.tokens import encode, spoken
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Choose", "continue_ids", "greedy", "likeliest", "say", "top_k"]
+__all__ = ["Choose", "continue_ids", "greedy", "likeliest", "next_tokens", "say", "top_k"]
 
 Choose = Callable[[Float[Tensor, "row vocabulary"]], Int[Tensor, " row"]]
 """How the next token is taken from the logits."""
@@ -34,6 +34,16 @@ def top_k(k: int, seed: int) -> Choose:
         return best.indices.gather(1, drawn.to(best.indices.device))[:, 0]
 
     return choose
+
+
+@torch.no_grad()
+def next_tokens(lm: "LM", text: str, count: int) -> list[tuple[str, float]]:
+    """The likeliest next tokens with their probabilities, the likeliest first."""
+    ids = encode(lm, text).ids
+    states = lm.model.base_model(torch.tensor([ids], device=lm.device), use_cache=False)
+    best = lm.head(states.last_hidden_state[:, -1]).float().softmax(-1)[0].topk(count)
+    found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(spoken(lm, ids, [token]), probability) for token, probability in found]
 
 
 def greedy(lm: "LM", texts: Sequence[str], tokens: int, *, rows: int = 64) -> list[str]:

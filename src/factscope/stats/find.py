@@ -12,7 +12,7 @@ from factscope.stats.moment_file import load_moment, read_header
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["SUFFIX", "cached_path", "file_name", "moment_for"]
+__all__ = ["SUFFIX", "cached_path", "file_name", "layers_known", "moment_for"]
 
 SUFFIX = ".safetensors"
 SHIPPED = Path(__file__).parent / "shipped"
@@ -31,6 +31,18 @@ def moment_for(lm: "LM", layer: int, given: Sequence[Path] = ()) -> SecondMoment
         if _fits(path, lm, layer):
             return _checked(path, lm, layer)
     return None
+
+
+def layers_known(lm: "LM") -> list[int]:
+    """The layers whose statistics are kept here, without reading them."""
+    shipped = sorted(SHIPPED.glob(f"*{SUFFIX}"))
+    return [
+        layer
+        for layer in range(lm.n_layers)
+        if any(
+            path.is_file() and _fits(path, lm, layer) for path in [cached_path(lm, layer), *shipped]
+        )
+    ]
 
 
 def cached_path(lm: "LM", layer: int) -> Path:

@@ -1,7 +1,7 @@
 """Several facts traced at once: the clean and corrupted runs, then every table from them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from factscope.tracing.questions import Question, padded
 from factscope.tracing.settings import Tracing, window_of
 from factscope.tracing.strands import Stretch
 
-__all__ = ["trace_batch", "unknown"]
+__all__ = ["Batch", "trace_batch", "unknown"]
 
 
 def trace_batch(
@@ -34,24 +34,17 @@ def trace_batch(
 ) -> list[TraceRecord]:
     """The record of every question; `done` hears each share of the work (of 1)."""
     batch = Batch(lm=lm, questions=questions, settings=settings, scale=scale)
-    corruption = settings.corruption
-    run = batch.run(replace=corruption.replace)
-    unrestored = corrupted = batch.corrupted(run)
-    if corruption.replace and corruption.baseline == "added":
-        corrupted = batch.corrupted(batch.run(replace=False))
-    tables = batch.tables(run, unrestored.mean(1), budget, done)
+    run = batch.run(replace=settings.corruption.replace)
+    records, unrestored = batch.unrestored(run)
+    tables = batch.tables(run, unrestored, budget, done)
     return [
-        TraceRecord(
-            **_answered(lm, q),
-            known=q.known,
-            corrupted=float(corrupted[i].mean()),
-            corrupted_samples=tuple(corrupted[i].tolist()),
+        replace(
+            record,
             restored={kind: tables["restored", kind][i] for kind in settings.kinds},
             severed={module: tables["severed", module][i] for module in settings.sever},
-            gradients=batch.gradients(q) if settings.gradients else {},
-            settings={**settings.to_dict(), "sigma": scale.sigma},
+            gradients=batch.gradients(questions[i]) if settings.gradients else {},
         )
-        for i, q in enumerate(questions)
+        for i, record in enumerate(records)
     ]
 
 
@@ -127,6 +120,24 @@ class Batch:
         p = probability(self.lm, last, answer.repeat_interleave(self.samples))
         return p.view(-1, self.samples).cpu()
 
+    def unrestored(self, run: Run) -> tuple[list[TraceRecord], Float[Tensor, " fact"]]:
+        """The records without tables, and what a cell holds that restores nothing."""
+        corruption = self.settings.corruption
+        unrestored = corrupted = self.corrupted(run)
+        if corruption.replace and corruption.baseline == "added":
+            corrupted = self.corrupted(self.run(replace=False))
+        records = [
+            TraceRecord(
+                **_answered(self.lm, q),
+                known=q.known,
+                corrupted=float(corrupted[i].mean()),
+                corrupted_samples=tuple(corrupted[i].tolist()),
+                settings={**self.settings.to_dict(), "sigma": self.scale.sigma},
+            )
+            for i, q in enumerate(self.questions)
+        ]
+        return records, unrestored.mean(1)
+
     def tables(
         self,
         run: Run,
@@ -172,16 +183,26 @@ class Batch:
     def stretches(self, rows: str) -> list[Stretch]:
         """The tokens that each restoration sends through the layers: by fact, sample, token."""
         return [
+            stretch
+            for i, q in enumerate(self.questions)
+            for stretch in self.stretches_of(i, range(self.samples), q.tokens(rows))
+        ]
+
+    def stretches_of(
+        self, fact: int, samples: Sequence[int], tokens: Sequence[int]
+    ) -> list[Stretch]:
+        """Those of one fact, of some samples and tokens."""
+        q = self.questions[fact]
+        return [
             Stretch(
-                clean=i,
-                row=self.first_row(i) + sample,
+                clean=fact,
+                row=self.first_row(fact) + sample,
                 start=token,
                 stop=len(q.prompt),
                 answer=q.answer,
             )
-            for i, q in enumerate(self.questions)
-            for sample in range(self.samples)
-            for token in q.tokens(rows)
+            for sample in samples
+            for token in tokens
         ]
 
     def grids(
