@@ -102,6 +102,10 @@ class Page:
     def text(self, selector: str) -> str:
         return self.js("document.querySelector(arguments[0]).textContent", selector)
 
+    def texts(self, selector: str) -> list[str]:
+        every = "[...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        return self.js(every, selector)
+
     def until(self, condition: Callable[[], Any], seconds: float = 30) -> None:
         end = time.monotonic() + seconds
         while not condition():
@@ -159,8 +163,7 @@ class Page:
 
     def settled(self) -> bool:
         """Whether that is so and every edit says how it stands."""
-        rows = [self.js("arguments[0].textContent", row) for row in self.all("#edits small")]
-        return self.quiet and all("→" in row for row in rows)
+        return self.quiet and all("→" in row for row in self.texts("#edits small"))
 
 
 @pytest.fixture(params=WIDTHS)
@@ -174,8 +177,7 @@ def page(
 
 def standing(page: Page, number: int) -> tuple[float, float]:
     """P(new) of an edit before and with the edits that are on."""
-    words = page.js("document.querySelectorAll('#edits small')[arguments[0]].textContent", number)
-    before, after = words.rpartition(") ")[2].split(" → ")
+    before, after = page.texts("#edits small")[number].rpartition(") ")[2].split(" → ")
     return float(before.strip(" %<")), float(after.strip(" %<"))
 
 
@@ -228,9 +230,11 @@ def test_edit_and_switch_it_off(page: Page) -> None:
     page.until(lambda: page.all("#answer .both"))
     page.until(page.settled)
     page.shot("edit")
-    for switch in ("#edits li:nth-child(1) input", "#edits li:nth-child(2) input"):
-        page.click(switch)
+    for number in (1, 2):  # by keyboard: whoever turns a switch stays on it
+        page.js(f"document.querySelector('#edits li:nth-child({number}) input').focus()")
+        ActionChains(page.browser).send_keys(Keys.SPACE).perform()
         page.until(page.settled)
+        assert page.js("document.activeElement.dataset.key") == f"switch {number}"
     for number in range(2):
         before, after = standing(page, number)
         assert after == before
@@ -271,12 +275,11 @@ def test_a_link_makes_the_edits_again_for_someone_else(page: Page) -> None:
 
 def test_compare(page: Page) -> None:
     page.open("#/compare")
-    for label in page.all("#run-list label"):
-        label.click()
+    for number in (1, 2):
+        page.click(f"#run-list li:nth-child({number}) label")
     page.until(lambda: "ROME" in page.text("#compared") and "FT" in page.text("#compared"))
     page.until(lambda: page.all("#compared .both"))
-    names = [x.text for x in page.all("#compared .both h3")]
-    assert set(names) == {"before", "ROME", "FT"}
+    assert set(page.texts("#compared .both h3")) == {"before", "ROME", "FT"}
     assert "<script>alert(1)</script>" in page.text("#compared .both:last-of-type")
     loaded = (
         "[...document.querySelectorAll('#compared img')].every((i) => i.complete && i.naturalWidth)"

@@ -1,7 +1,7 @@
 // Compare: the runs of the server's folder, as tables, figures and texts side by side.
 
 import { get } from "./api.js";
-import { $, el, fill, visible } from "./dom.js";
+import { $, el, fill, refill, visible } from "./dom.js";
 
 let remember, chosen = [], runs = [], chosenCase = null;
 
@@ -22,12 +22,12 @@ export async function setCompare({ runs: names = [], case: id = null } = {}) {
 
 function drawList() {
   if (!runs.length) return fill($("run-list"), el("p", { className: "soft" }, "No runs here. Start the server with ", el("code", {}, "--runs FOLDER"), "."));
-  return fill($("run-list"), el("ul", { className: "runs" }, runs.map((run) => {
+  return refill($("run-list"), el("ul", { className: "runs" }, runs.map((run) => {
     const kind = commandOf(chosen[0]);
     const fits = !run.error && (!kind || chosen.includes(run.name) || (kind === run.command && kind === "evaluate"));
     const words = run.error ?? [run.command, run.method, run.data, run.model].filter(Boolean).join(" · ");
     return el("li", {}, el("label", { className: fits ? "" : "soft" },
-      el("input", { type: "checkbox", checked: chosen.includes(run.name), disabled: !!run.error, onchange: (event) => choose(run, event.target.checked) }),
+      el("input", { type: "checkbox", "data-key": run.name, checked: chosen.includes(run.name), disabled: !!run.error, onchange: (event) => choose(run, event.target.checked) }),
       el("span", {}, el("b", {}, visible(run.name)), el("small", { className: "soft" }, visible(words)))));
   })));
 }

@@ -19,6 +19,14 @@ export function fill(node, ...children) {
   return node;
 }
 
+// The same; who was on an element with a data-key stays on the one that takes its place.
+export function refill(node, ...children) {
+  const key = node.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  fill(node, ...children);
+  if (key !== undefined) node.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus();
+  return node;
+}
+
 // A probability with one digit; one that is not quite nothing says so.
 export function percent(p) {
   if (p === null || p === undefined) return "–";

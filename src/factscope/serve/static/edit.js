@@ -2,7 +2,7 @@
 
 import { get, remove } from "./api.js";
 import { sideBySide } from "./diff.js";
-import { $, el, fill, links, numbers, percent, visible } from "./dom.js";
+import { $, el, fill, links, numbers, percent, refill, visible } from "./dom.js";
 import { Job } from "./job.js";
 import { layerEffects } from "./locate.js";
 import { prompt } from "./prompt.js";
@@ -36,12 +36,12 @@ export function chooseLayer(number) {
 export function drawLayers() {
   const effects = layerEffects();
   const high = Math.max(1e-9, ...(effects ?? [0]));
-  fill($("layers"), [...Array(about.layers).keys()].map((number) => {
+  refill($("layers"), [...Array(about.layers).keys()].map((number) => {
     const bar = el("i");
     bar.style.height = `${effects ? 100 * (effects[number] / high) : 0}%`;
     const here = number === layer;
     return el("button", {
-      type: "button", role: "radio", ariaChecked: String(here), tabIndex: here ? 0 : -1,
+      type: "button", role: "radio", "data-key": number, ariaChecked: String(here), tabIndex: here ? 0 : -1,
       className: about.layers_known.includes(number) ? "known" : "",
       ariaLabel: `layer ${number}${effects ? `, MLP effect ${percent(effects[number])}` : ""}`,
       title: effects ? `MLP effect at the subject's last token: ${percent(effects[number])}` : `layer ${number}`,
@@ -105,7 +105,7 @@ async function rewrite(body, on = true) {
 function draw() {
   $("no-edits").hidden = edits.length > 0;
   $("ask").hidden = edits.length === 0;
-  fill($("edits"), edits.map(row));
+  refill($("edits"), edits.map(row));
   const on = edits.filter((edit) => edit.on).map((edit) => edit.id);
   if (on.length > 1) links($("edits-files"), `Those that are on, together:`, `/api/edits/${on.join(",")}`, TOGETHER);
   else fill($("edits-files"));
@@ -114,13 +114,13 @@ function draw() {
 
 function row(edit) {
   const flip = el("input", {
-    type: "checkbox", role: "switch", checked: edit.on, ariaLabel: `edit ${edit.id}: ${edit.text} ${edit.new}`,
+    type: "checkbox", role: "switch", "data-key": `switch ${edit.id}`, checked: edit.on, ariaLabel: `edit ${edit.id}: ${edit.text} ${edit.new}`,
     onchange: (event) => { edit.on = event.target.checked; draw(); remember(); ask(asked); },
   });
   const now = edit.now && `P(${visible(edit.new)}) ${percent(edit.now.before.new)} → ${percent(edit.now.after.new)}`;
   return el("li", { className: edit.id === shown ? "shown" : "" },
     flip,
-    el("button", { type: "button", className: "words", ariaExpanded: String(edit.id === shown), onclick: () => { shown = edit.id; draw(); } },
+    el("button", { type: "button", className: "words", "data-key": `words ${edit.id}`, ariaExpanded: String(edit.id === shown), onclick: () => { shown = edit.id; draw(); } },
       factWords(edit), el("small", { className: "soft" }, ` ${now ?? ""}`)),
     edit.complaints.length ? el("span", { className: "tag bad", title: edit.complaints.join("; ") }, "beyond the guard rails") : null,
     el("button", { type: "button", className: "quiet", ariaLabel: `remove edit ${edit.id}`, onclick: () => drop(edit) }, "Remove"));

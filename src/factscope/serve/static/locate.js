@@ -18,8 +18,8 @@ let severed = { mlp: null, attn: null };
 export function startLocate(known, chooseLayer, keep) {
   [about, onLayer, remember] = [known, chooseLayer, keep];
   jobs = { restored: new Job($("locate-status")), severed: new Job($("severed-status")), gradients: new Job($("gradients-status")) };
-  $("locate").samples.max = about.limits.samples;
-  $("locate").window.max = about.layers;
+  form().samples.max = about.limits.samples;
+  form().samples.value = Math.min(5, about.limits.samples);
   $("locate").addEventListener("submit", (event) => { event.preventDefault(); locate(); });
   $("sever").addEventListener("click", sever);
   $("severed-token").addEventListener("change", drawSevered);
