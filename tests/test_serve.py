@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import threading
 import time
 import zipfile
@@ -29,6 +30,7 @@ from factscope.tracing.corrupt import Corruption
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import trace
 
+from commands import Run, runner, saved_model
 from serving import CITY, TOWER, listening, worded
 
 FACT = {"prompt": CITY, "subject": TOWER}
@@ -583,3 +585,74 @@ def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
 
     asyncio.run(go())
     served.queue.close()
+
+
+# ---- from the command line
+
+
+@pytest.fixture
+def factscope(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+
+
+def test_the_command_says_where_the_page_is(
+    factscope: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import uvicorn
+
+    heard: list[Any] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: heard.append(sockets[0]))
+    saved_model(tmp_path / "tiny")
+    words = ("-m", "tiny", "--port", 0, "--runs", ".", "--device", "cpu")
+    result = factscope("serve", *words)
+    assert result.code == 0
+    [door] = heard
+    door.listen()
+    assert door.getsockname()[0] == "127.0.0.1"
+    assert f"http://127.0.0.1:{door.getsockname()[1]}/" in result.out
+    taken = factscope("serve", *words[:2], "--port", door.getsockname()[1])
+    assert taken.code == 2
+    assert "choose another --port" in taken.err
+    door.close()
+
+
+def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no folder" in factscope("serve", "--runs", "nowhere").err
+    monkeypatch.setitem(sys.modules, "factscope.serve.server", None)
+    for name in [name for name in sys.modules if name.startswith("uvicorn")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    result = factscope("serve")
+    assert result.code == 2
+    assert "factscope[serve]" in result.err
+
+
+# ---- what the page knows
+
+
+def test_layers_with_statistics(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factscope.stats.find import cached_path, layers_known
+    from factscope.stats.moment import SecondMoment
+    from factscope.stats.moment_file import save_moment
+
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path))
+    assert layers_known(lm) == []
+    width = lm.mlp_weight(1).shape[1]
+    moment = SecondMoment(
+        matrix=torch.eye(width), tokens=9, model=lm.name, layer=1, fingerprint=lm.fingerprint,
+        corpus="none",
+    )  # fmt: skip
+    save_moment(moment, cached_path(lm, 1))
+    assert layers_known(lm) == [1]
+
+
+def test_the_next_tokens_are_those_of_the_model(lm: LM) -> None:
+    from factscope.lm.predict import greedy, next_tokens
+    from factscope.lm.tokens import encode
+
+    found = next_tokens(lm, CITY, 3)
+    logits = lm.model(torch.tensor([encode(lm, CITY).ids])).logits[0, -1]
+    wanted = logits.float().softmax(-1).topk(3).values.tolist()
+    assert [p for _, p in found] == pytest.approx(wanted)
+    assert found[0][0] == greedy(lm, [CITY], 1)[0]
