@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import sys
 import threading
 import time
@@ -602,20 +603,23 @@ def test_the_command_says_where_the_page_is(
 ) -> None:
     import uvicorn
 
-    heard: list[Any] = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: heard.append(sockets[0]))
+    seen: list[Any] = []
+
+    def serve(self: Any, sockets: list[Any]) -> None:
+        seen.append(sockets[0].getsockname())
+
+    monkeypatch.setattr(uvicorn.Server, "run", serve)
     saved_model(tmp_path / "tiny")
     words = ("-m", "tiny", "--port", 0, "--runs", ".", "--device", "cpu")
     result = factscope("serve", *words)
     assert result.code == 0
-    [door] = heard
-    door.listen()
-    assert door.getsockname()[0] == "127.0.0.1"
-    assert f"http://127.0.0.1:{door.getsockname()[1]}/" in result.out
-    taken = factscope("serve", *words[:2], "--port", door.getsockname()[1])
-    assert taken.code == 2
-    assert "choose another --port" in taken.err
-    door.close()
+    [(host, port)] = seen
+    assert host == "127.0.0.1"
+    assert f"http://127.0.0.1:{port}/" in result.out
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = factscope("serve", *words[:2], "--port", taken.getsockname()[1])
+    assert result.code == 2
+    assert "choose another --host or --port" in result.err
 
 
 def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The server itself: the application behind uvicorn, on one's own machine unless told otherwise."""
 
+import socket
 from collections.abc import Callable, Collection
 
 import uvicorn
@@ -25,8 +26,6 @@ def run(
     """Serve until interrupted; `ready` hears the address."""
     config = uvicorn.Config(
         make_app(served, names),
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -36,10 +35,19 @@ def run(
         timeout_graceful_shutdown=3,
         h11_max_incomplete_event_size=16_384,
     )
+    with door(host, port) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{listening.getsockname()[1]}/")
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def door(host: str, port: int) -> socket.socket:
+    """A socket that listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket = config.bind_socket()
-    except SystemExit as error:
-        raise BadSetting(f"{host}:{port} cannot be listened on; choose another --port") from error
-    shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{socket.getsockname()[1]}/")
-    uvicorn.Server(config).run(sockets=[socket])
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = error.strerror or error
+        raise BadSetting(
+            f"{host}:{port} cannot be listened on ({why}); choose another --host or --port"
+        ) from error
