@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -21,18 +19,12 @@ from factscope.serve.limits import Limits
 from factscope.serve.served import Served
 from test_serve import case_record, slow
 
+from browser import browser
 from serving import CITY, TOWER, listening, worded
 
 ROOT = Path(__file__).parents[1]
 SHOTS = Path(os.environ.get("FACTSCOPE_SCREENSHOTS", ROOT / "build" / "screenshots"))
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver") or "/usr/lib/chromium/chromedriver"
-SWITCHES = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 WIDTHS = {"desk": 1280, "phone": 390}
-
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="needs a browser: apt-get install chromium chromium-driver"
-)
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +46,9 @@ def server(runs: Path) -> Iterator[tuple[str, Served]]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER or ""
-    for switch in SWITCHES:
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    with browser(tmp_path_factory.mktemp("downloads")) as driver:
+        yield driver
 
 
 class Page:
@@ -168,10 +154,10 @@ class Page:
 
 @pytest.fixture(params=WIDTHS)
 def page(
-    request: pytest.FixtureRequest, browser: webdriver.Chrome, server: tuple[str, Served]
+    request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, Served]
 ) -> Iterator[Page]:
-    yield Page(browser, server[0], request.param)
-    severe = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    yield Page(chrome, server[0], request.param)
+    severe = [e["message"] for e in chrome.get_log("browser") if e["level"] == "SEVERE"]
     assert severe == []
 
 
