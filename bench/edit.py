@@ -134,21 +134,21 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
 
     first = median(clock, afresh, args.repeat) / len(facts)
     ready = rome.ready(lm, facts)
-    slow = math.nan
+    slow = gap = math.nan
     if len(facts) > 1 or args.model:
+        written = facts[:1] * args.repeat
         later = median(clock, lambda: rome.each(lm, facts), args.repeat) / len(facts)
-        if not args.no_reference:
-            slow = median(clock, lambda: plain_rome(ready, facts[0]), args.repeat)
     else:
         others = of_all_lengths(facts[0])
         times = [clock(lambda fact=fact: rome.each(lm, [fact])) for fact in others]
-        later = statistics.median(times[LATER:])
-        if not args.no_reference:
-            slows = [clock(lambda fact=fact: plain_rome(ready, fact)) for fact in others[LATER:]]
-            slow = statistics.median(slows)
-    (found,) = rome(lm, facts[:1]).changes.values()
-    wanted = plain_rome(ready, facts[0]).change.cpu()
-    gap = ((found.matrix() - wanted).norm() / wanted.norm()).item()
+        written, later = others[LATER:], statistics.median(times[LATER:])
+    if not args.no_reference:
+        wanted = plain_rome(ready, facts[0]).change.cpu()
+        (found,) = rome(lm, facts[:1]).changes.values()
+        gap = ((found.matrix() - wanted).norm() / wanted.norm()).item()
+        slow = statistics.median(
+            clock(lambda fact=fact: plain_rome(ready, fact)) for fact in written
+        )
     return (
         f"| {dtype} | {len(facts)} | {slow:.3f} | {first:.3f} | {slow / first:.1f} | "
         f"{later:.3f} | {slow / later:.1f} | {1 / later:.1f} | {gap:.1e} |"

@@ -1,6 +1,7 @@
 """The figure of a training: how the edits of held-out facts got better, and what else moved."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,8 +31,9 @@ def training_figure(records: Sequence[TrainingRecord], title: str) -> Figure:
         raise BadSetting("no records of training to draw yet")
     fig = blank_figure(7.6, 3.0)
     left, right = fig.subplots(1, 2)
+    unedited: dict[str, Any] = {"color": "#999999", "linewidth": 0.8, "linestyle": ":"}
+    left.axhline(records[0].before, label="new object, unedited", **unedited)
     _lines(left, records, LOSSES)
-    left.axhline(records[0].before, color="#999999", linewidth=0.8, linestyle=":")
     left.set_ylabel("loss on held-out facts", fontsize=MEDIUM)
     left.set_ylim(bottom=0)
     _lines(right, records, SHARES)

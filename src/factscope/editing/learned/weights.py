@@ -79,7 +79,11 @@ class Weights:
                 f"{self.fingerprint[:12]}), not for {lm.name} ({lm.fingerprint[:12]}); load that "
                 f"model, or train others: factscope train {self.network.method} --model {lm.name}"
             )
-        return fitting(lm, self.network.design)
+        design = self.network.design
+        known = ("learned places", design.layers, design.places)
+        if known not in lm.kept:  # names are slow to find, and an edit is quick
+            lm.kept[known] = fitting(lm, design)
+        return lm.kept[known]
 
     def on(self, device: torch.device) -> Hypernetwork:
         """The network on a device, not to be trained."""
