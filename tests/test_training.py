@@ -89,8 +89,8 @@ def test_edits_of_held_out_facts_get_better(lm: LM, data: Path, method: str) -> 
         assert trainer.progress.best_step == 60
         assert last.loss < first.loss
         assert first.before == pytest.approx(last.before, rel=1e-5)
-    assert found[0.01].edit < 0.5 * found[0.01].before
-    assert found[0.01].rephrased < 0.5 * found[0.01].before
+    assert found[0.01].edit < 0.6 * found[0.01].before
+    assert found[0.01].rephrased < 0.6 * found[0.01].before
     assert found[0.01].said > 0
     assert found[1.0].edit < 0.95 * found[1.0].before
     assert found[1.0].local < 0.5 * found[0.01].local
