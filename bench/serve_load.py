@@ -48,7 +48,14 @@ class Visitor:
         self.client, self.tally, self.random = client, tally, random.Random(number)
 
     async def live(self, until: float) -> None:
-        """One thing after another."""
+        """One thing after another; when the time is up, everyone leaves."""
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._go_on(until)
+        except TimeoutError:
+            self.tally.answers["left at the end"] += 1
+
+    async def _go_on(self, until: float) -> None:
         actions: list[Callable[[], Awaitable[None]]] = [
             self.page, self.trace, self.trace, self.leave, self.edit, self.ask, self.nonsense,
         ]  # fmt: skip

@@ -1,5 +1,6 @@
 """factscope serve: locate, edit and compare in a browser."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,9 @@ def serve(
 
     if runs is not None and not runs.is_dir():
         raise BadSetting(f"there is no folder {runs}; give one that holds runs")
+    # The page says itself where C is left out, and that someone left is no news.
+    for quiet in ("factscope.editing.moments", "asyncio"):
+        logging.getLogger(quiet).setLevel(logging.ERROR)
     limits = Limits(samples=samples, tokens=tokens, waiting=waiting, edits=edits)
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype, device_map=device_map)

@@ -32,6 +32,9 @@ HEADERS = {
 """No script but our own files; nothing that a page shows can run."""
 PATIENCE = 10.0
 """Seconds that a request may take to arrive."""
+HEARD = 2**20
+"""Bytes of a request that is too large that are still listened to: a client that is cut off in the
+middle of its words does not hear why."""
 READING = ("GET", "HEAD")
 OURS = ("same-origin", "none")
 
@@ -64,26 +67,25 @@ class Guard:
         await self.app(scope, _given(body, receive), _dressed(send, new, scope["path"]))
 
     async def _read(self, method: str, headers: dict[str, str], receive: Any) -> bytes:
-        """The whole body; a large or slow one is not waited for."""
-        said = headers.get("content-length", "0")
-        if said.isdigit() and int(said) > self.body:
-            raise TooMuch(f"the request has {said} bytes, at most {self.body} are read")
+        """The whole body; what is too large is heard out for a while, and not kept."""
         if method in READING:
             return b""
-        body = bytearray()
+        body, size, more = bytearray(), 0, True
         try:
             async with asyncio.timeout(PATIENCE):
-                more = True
-                while more:
+                while more and size <= HEARD:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         break
-                    body += message.get("body", b"")
+                    size += len(message.get("body", b""))
                     more = message.get("more_body", False)
-                    if len(body) > self.body:
-                        raise TooMuch(f"the request has more than {self.body} bytes")
+                    if size <= self.body:
+                        body += message.get("body", b"")
         except TimeoutError:
             raise TooMuch(f"the request took more than {PATIENCE:g} seconds to arrive") from None
+        if size > self.body:
+            said = headers.get("content-length", f"more than {self.body}")
+            raise TooMuch(f"the request has {said[:20]} bytes, at most {self.body} are read")
         return bytes(body)
 
 

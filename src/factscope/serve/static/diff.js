@@ -40,10 +40,10 @@ function marked(words, kept, className) {
   return pieces;
 }
 
-export function sideBySide(before, after) {
+export function sideBySide(before, after, name = "with the edits") {
   const [a, b] = [parts(before), parts(after)];
   const [left, right] = shared(a, b);
   return el("div", { className: "both" },
     el("div", {}, el("h3", {}, "as it is"), marked(a, left, "diff was")),
-    el("div", {}, el("h3", {}, "with the edits"), marked(b, right, "diff")));
+    el("div", {}, el("h3", {}, name), marked(b, right, "diff")));
 }

@@ -164,7 +164,7 @@ function drawDetail() {
     group("The prompt and its paraphrases should change", [own, ...paraphrases], ["new", "old"]),
     neighbours.length ? group("Neighbours should stay", neighbours, ["old", "new"]) : null,
     edit.generations.length ? el("h3", {}, "What it says") : null,
-    edit.generations.map(({ text, before, after }) => [el("p", { className: "opening" }, `${visible(text)} …`), sideBySide(before, after)]).flat(),
+    edit.generations.map(({ text, before, after }) => [el("p", { className: "opening" }, `${visible(text)} …`), sideBySide(before, after, "with this edit")]).flat(),
     el("details", { className: "plain" }, el("summary", {}, edit.complaints.length ? "Guard rails: beyond the limits" : "Guard rails: kept"), rails(edit)),
     files));
 }
