@@ -1,6 +1,8 @@
 """factscope serve: locate, edit and compare in a browser."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -53,9 +55,6 @@ def serve(
 
     if runs is not None and not runs.is_dir():
         raise BadSetting(f"there is no folder {runs}; give one that holds runs")
-    # The page says itself where C is left out, and that someone left is no news.
-    for quiet in ("factscope.editing.moments", "asyncio"):
-        logging.getLogger(quiet).setLevel(logging.ERROR)
     limits = Limits(samples=samples, tokens=tokens, waiting=waiting, edits=edits)
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype, device_map=device_map)
@@ -64,4 +63,19 @@ def serve(
     def ready(address: str) -> None:
         results.print(f"{lm.name} at {address} (Ctrl-C ends)", soft_wrap=True)
 
-    run(served, host=host, port=port, names=[*LOCAL, *(name or [])], ready=ready)
+    # The page says itself where C is left out, and that someone left is no news.
+    with _quiet("factscope.editing.moments", "asyncio"):
+        run(served, host=host, port=port, names=[*LOCAL, *(name or [])], ready=ready)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Inside, these loggers tell errors only."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
