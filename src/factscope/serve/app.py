@@ -77,12 +77,7 @@ def about(served: Served) -> dict[str, Any]:
             kind: {"name": look.name, "what": look.what, "shades": look.shades, "line": look.line}
             for kind, look in LOOKS.items()
         },
-        "examples": [
-            {"prompt": fact.text, "subject": fact.subject}
-            for fact in list({f.relation: f for f in reversed(everyday())}.values())[::-1][
-                :EXAMPLES
-            ]
-        ],
+        "examples": examples(),
         "runs": served.runs is not None,
         "version": metadata.version("factscope"),
     }
