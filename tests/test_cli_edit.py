@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_an_edit_as_json_says_what_the_written_weights_do(
     assert record.health["update_norm"] < record.health["limits"]["update_norm"]
     assert record.settings["token"] == "last"
     lm, kept = load(str(model), device="cpu"), load_edit(tmp_path / "rome.edit")
-    assert kept.facts == (record.fact,)
+    assert kept.facts == (replace(record.fact, old="Paris"),)
     before = [score(lm, p.text, "Rome") for p in record.prompts]
     with kept.applied(lm):
         after = [score(lm, p.text, "Rome") for p in record.prompts]
@@ -173,7 +174,7 @@ def test_a_file_that_is_there_is_replaced(edit: Run, tmp_path: Path) -> None:
     assert load_edit(tmp_path / "rome.edit").facts[0].target == "Rome"
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"mend", "ke"}))  # see test_training
 @pytest.mark.parametrize("preset", ["default", "paper"])
 def test_every_method_is_called_by_its_name(edit: Run, method: str, preset: str) -> None:
     searching = "search" in vars(METHODS[method][preset])
