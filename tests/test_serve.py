@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from factscope.analysis.metrics import Summary, summaries
 from factscope.editing.edit import Edit
 from factscope.editing.rows import edited
 from factscope.errors import Busy
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
-from factscope.records import EditRecord, TraceRecord
+from factscope.records import CaseRecord, EditRecord, TraceRecord
+from factscope.serve import compare
 from factscope.serve.guard import HEADERS
 from factscope.serve.limits import Limits
 from factscope.serve.served import Served
@@ -287,6 +289,28 @@ def test_runs_are_listed_and_compared(client: httpx.Client) -> None:
         "samples"
     ]
     assert set(samples["rows"][0]) == {"before", "ROME", "FT"}
+
+
+def test_a_run_is_summed_up_once_until_its_records_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rome").mkdir()
+    (tmp_path / "rome" / "spec.toml").write_text('command = "evaluate"\n')
+    file, record = tmp_path / "rome" / "records.jsonl", case_record("rome", 0.1)
+    file.write_text(json.dumps(record) + "\n")
+    counted: list[int] = []
+
+    def counting(records: list[CaseRecord]) -> list[Summary]:
+        counted.append(len(records))
+        return summaries(records)
+
+    monkeypatch.setattr(compare, "summaries", counting)
+    runs = compare.Runs(tmp_path, threading.Lock())
+    assert runs.summaries(["rome"]) == runs.summaries(["rome"])
+    another = {**record, "fact": {**record["fact"], "id": "8"}}
+    file.write_text(json.dumps(record) + "\n" + json.dumps(another) + "\n")
+    assert {row.cases for row in runs.summaries(["rome"])} == {2}
+    assert counted == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ A run is looked up in the list of those that are there; no word of a request bec
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Response
 
 from factscope.analysis.effects import average_kinds
-from factscope.analysis.metrics import put_together, summaries
+from factscope.analysis.metrics import Summary, put_together, summaries
 from factscope.errors import BadRecord, BadSetting, FactscopeError, NotHere
 from factscope.records import CaseRecord, TraceRecord
 from factscope.report.evaluation_table import blocks, evaluation_tables
@@ -49,12 +49,16 @@ DEEP = 2
 LARGEST = 2**28
 """Bytes of records that are read at most."""
 KEPT = 4
-"""How many runs' records are kept in memory."""
+"""How many runs' records, and summaries of runs, are kept in memory."""
 TOGETHER = 12
 """How many runs are compared at once."""
 
 Names = Annotated[list[str], Query(max_length=64)]
 Record = CaseRecord | TraceRecord
+Stamp = tuple[str, int, int]
+"""A run's name, and when and how large its records were."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Run:
     folder: RunFolder
 
     @property
-    def stamp(self) -> tuple[str, int, int]:
+    def stamp(self) -> Stamp:
         """What changes when the records do."""
         file = self.folder.records_path
         stat = file.stat() if file.is_file() else None
@@ -77,7 +81,8 @@ class Runs:
 
     def __init__(self, folder: Path | None, lock: threading.Lock) -> None:
         self._folder, self._lock = folder, lock
-        self._read: OrderedDict[tuple[str, int, int], Sequence[Record]] = OrderedDict()
+        self._read: OrderedDict[Stamp, Sequence[Record]] = OrderedDict()
+        self._summed: OrderedDict[tuple[Stamp, ...], list[Summary]] = OrderedDict()
 
     def all(self) -> dict[str, Run]:
         """Every run by its name, which is its path in the folder."""
@@ -120,14 +125,9 @@ class Runs:
                 f"the run {run.name!r} has {stamp[2]:,} bytes of records, too many for a page; "
                 "use `factscope report`"
             )
-        if stamp not in self._read:
-            evaluated = run.folder.command == "evaluate"
-            read = run.folder.case_records() if evaluated else run.folder.records()
-            self._read[stamp] = read
-            while len(self._read) > KEPT:
-                self._read.popitem(last=False)
-        self._read.move_to_end(stamp)
-        return self._read[stamp]
+        evaluated = run.folder.command == "evaluate"
+        read = run.folder.case_records if evaluated else run.folder.records
+        return _kept(self._read, stamp, read)
 
     def cases(self, names: Sequence[str]) -> list[CaseRecord]:
         """The cases of several evaluations together."""
@@ -138,6 +138,12 @@ class Runs:
             raise BadRecord(f"the run {runs[0].name!r} has no records yet; come back later")
         return records
 
+    def summaries(self, names: Sequence[str]) -> list[Summary]:
+        """The rows of several evaluations, summed up once as long as their records do not change:
+        over thousands of texts that takes seconds."""
+        stamps = tuple(run.stamp for run in self.find(names, "evaluate"))
+        return _kept(self._summed, stamps, lambda: summaries(self.cases(names)))
+
     def traces(self, name: str) -> list[TraceRecord]:
         """The traces of one run."""
         [run] = self.find([name], "trace")
@@ -145,6 +151,16 @@ class Runs:
         if not any(record.known for record in records):
             raise BadRecord(f"the run {name!r} has no fact that the model knows; nothing to show")
         return records
+
+
+def _kept(shelf: "OrderedDict[K, V]", key: K, make: Callable[[], V]) -> V:
+    """What was made before, or is made now; what was unused longest goes."""
+    if key not in shelf:
+        shelf[key] = make()
+        while len(shelf) > KEPT:
+            shelf.popitem(last=False)
+    shelf.move_to_end(key)
+    return shelf[key]
 
 
 def compare_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
@@ -207,7 +223,7 @@ def tables_of(runs: Runs, names: Sequence[str]) -> dict[str, Any]:
     """What there is to see of some runs."""
     command = runs.find(names, "trace", "evaluate", "sweep")[0].folder.command
     if command == "evaluate":
-        rows = summaries(runs.cases(names))
+        rows = runs.summaries(names)
         figures = [f"scores-{i}" for i in range(len(blocks(rows)))]
         return {
             "command": command,
@@ -228,7 +244,7 @@ def drawn(runs: Runs, names: Sequence[str], which: str) -> bytes:
     """A figure by its name."""
     kind, _, number = which.partition("-")
     if kind == "scores" and number.isdigit() and len(number) < 4:
-        rows = blocks(summaries(runs.cases(names)))
+        rows = blocks(runs.summaries(names))
         if int(number) < len(rows):
             return figure_bytes(scores_figure(rows[int(number)]), "svg")
     if which == "spread":
