@@ -57,13 +57,23 @@ async function show() {
     const browser = el("section", { className: "card", hidden: true });
     fill($("compared"),
       tables.map((table) => el("section", { className: "card paper" }, tableOf(table))),
-      figures.map((figure) => el("div", { className: "plate" }, el("img", { alt: `figure: ${figure}`, src: `/api/figure/${figure}?${asked}`, onerror: (event) => event.target.parentNode.remove() }))),
+      figures.map((figure) => plate(figure, asked)),
       browser);
     if (command === "evaluate") await browse(browser, asked);
   } catch (error) {
     fill($("compared"), el("p", { className: "status failed", role: "alert" }, error.message));
   }
   return null;
+}
+
+// A figure over thousands of texts takes a while to draw.
+function plate(figure, asked) {
+  const wait = el("p", { className: "soft" }, "drawing…");
+  const image = el("img", {
+    alt: `figure: ${figure}`, src: `/api/figure/${figure}?${asked}`,
+    onload: () => wait.remove(), onerror: () => image.parentNode.remove(),
+  });
+  return el("div", { className: "plate" }, wait, image);
 }
 
 function tableOf({ title, columns, rows, rules, note }) {
