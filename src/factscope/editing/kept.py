@@ -27,7 +27,7 @@ SHARE = 1 / 16
 """Of a GPU's memory, the most that the layers above may take for a recording to be kept: it holds
 copies of their weights."""
 MOST = 8
-"""So many recordings are kept; the oldest gives way."""
+"""So many recordings are kept; the one unused longest gives way."""
 NAME = "recorded searches"
 """Where a model keeps them."""
 
