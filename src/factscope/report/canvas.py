@@ -13,6 +13,7 @@ from jaxtyping import Float
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 __all__ = [
     "HeatMap",
@@ -21,6 +22,7 @@ __all__ = [
     "fonts",
     "label_layers",
     "layer_ticks",
+    "percent_rows",
     "plain",
     "tidy",
 ]
@@ -104,6 +106,20 @@ def tidy(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
     ax.tick_params(labelsize=SMALL, length=2, width=0.5)
+
+
+def percent_rows(ax: Axes, rows: int, label: str) -> None:
+    """Rows down, shares from 0 to 100 % across."""
+    ax.set_xlim(0, 1)
+    ax.set_ylim(rows - 0.45, -0.55)
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.grid(True, color="0.92", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_linewidth(0.6)
+    ax.tick_params(axis="x", labelsize=SMALL, length=2, width=0.5)
+    ax.tick_params(axis="y", length=0, pad=7)
+    ax.set_xlabel(label, fontsize=SMALL)
 
 
 def plain() -> dict[str, Any]:

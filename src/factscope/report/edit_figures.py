@@ -5,10 +5,9 @@ import textwrap
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
 
 from factscope.records import EditRecord, PromptScores
-from factscope.report.canvas import MEDIUM, SMALL, blank_figure, plain
+from factscope.report.canvas import MEDIUM, SMALL, blank_figure, percent_rows, plain
 from factscope.report.edit_words import HEADINGS, old_name
 from factscope.report.look import shown, visible
 
@@ -82,16 +81,7 @@ def _wrapped(text: str) -> str:
 
 
 def _frame(ax: Axes, record: EditRecord, rows: int) -> None:
-    ax.set_xlim(0, 1)
-    ax.set_ylim(rows - 0.45, -0.55)
-    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.xaxis.grid(True, color="0.92", linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_linewidth(0.6)
-    ax.tick_params(axis="x", labelsize=SMALL, length=2, width=0.5)
-    ax.tick_params(axis="y", length=0, pad=7)
-    ax.set_xlabel("probability", fontsize=SMALL)
+    percent_rows(ax, rows, "probability")
     new, old = shown(record.own.new), shown(record.own.old or "?")
     title = f"{shown(record.fact.subject)}: {old} → {new}"
     ax.set_title(title, fontsize=MEDIUM, fontweight="bold", loc="left", pad=22, **plain())

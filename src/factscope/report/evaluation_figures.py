@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
 
 from factscope.analysis.metrics import Summary
-from factscope.report.canvas import MEDIUM, SMALL, blank_figure, plain
+from factscope.report.canvas import MEDIUM, SMALL, blank_figure, percent_rows, plain
 from factscope.report.evaluation_words import DATA, row_name
 
 __all__ = ["scores_figure"]
@@ -52,18 +51,9 @@ def _point(ax: Axes, height: float, row: Summary, name: str, color: str) -> None
 
 
 def _frame(ax: Axes, title: str, rows: int) -> None:
-    ax.set_xlim(0, 1)
-    ax.set_ylim(rows - 0.45, -0.55)
+    percent_rows(ax, rows, "mean over cases, with 95 % interval")
     for height in range(rows - 1):
         ax.axhline(height + 0.5, color="0.92", linewidth=0.6, zorder=0)
-    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.xaxis.grid(True, color="0.92", linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_linewidth(0.6)
-    ax.tick_params(axis="x", labelsize=SMALL, length=2, width=0.5)
-    ax.tick_params(axis="y", length=0, pad=7)
-    ax.set_xlabel("mean over cases, with 95 % interval", fontsize=SMALL)
     ax.set_title(title, fontsize=MEDIUM, fontweight="bold", loc="left", pad=22, **plain())
 
 
