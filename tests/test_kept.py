@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from factscope.editing import kept
-from factscope.editing.kept import NAME, Shelf, kept_for
+from factscope.editing.kept import NAME, Shelf
 from factscope.editing.problem import Problem, pose
 from factscope.editing.requests import request
 from factscope.editing.room import Room
@@ -15,6 +15,7 @@ from factscope.editing.values import _looking
 from factscope.facts import Fact
 from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
+from factscope.lm.recorded import Recorded
 from test_rome import FEW, PREFIXES, text_lm
 
 from families import FAMILIES
@@ -28,18 +29,24 @@ def posed(lm: LM, fact: Fact, layer: int = 0) -> Problem:
 
 
 def looked(problem: Problem, look: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-    delta = torch.full((1, problem.hidden.shape[-1]), 0.05)
-    return (look or _looking(problem))(delta)  # pyright: ignore
+    state = torch.full((3, 1, problem.hidden.shape[-1]), 0.05)
+    return (look or _looking(problem))(state, torch.tensor([0.1, 0.001]))  # pyright: ignore
 
 
 def keep(lm: LM, fact: Fact) -> Shelf:
-    """What `factscope.editing.kept.keep` does on a GPU."""
+    """What a search does on a GPU."""
     problem = posed(lm, fact)
-    if NAME in lm.kept:
-        lm.kept[NAME].add(problem, _looking(problem))
-    else:
-        lm.kept[NAME] = Shelf.of(problem, _looking(problem))
-    return lm.kept[NAME]
+    shelf = lm.kept.setdefault(NAME, Shelf.of(lm))
+    shelf.refresh(lm)
+    shelf.add(problem, _looking(problem))
+    return shelf
+
+
+def kept_for(problem: Problem) -> Recorded | None:
+    """The same, where there is something on the shelf."""
+    shelf = problem.lm.kept[NAME]
+    shelf.refresh(problem.lm)
+    return shelf.take(problem)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_room_changes_no_loss_and_joins_shapes(
     lm = text_lm(family)
     facts = (FIRST, ROOMY, replace(FIRST, target="Peru Rome"))
     wanted = [looked(posed(lm, fact)) for fact in facts]
-    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(32))
+    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(slots=32, past=32, reads=32))
     keep(lm, FIRST)
     for fact, right in zip(facts, wanted, strict=True):
         problem = posed(lm, fact)
@@ -118,11 +125,32 @@ def test_weights_above_that_changed_are_noticed() -> None:
     weight = lm.mlp_weight(2)
     weight.data[0, 0] += 1.0  # autograd does not count this one
     assert kept_for(posed(lm, FIRST)) is None
-    assert NAME not in lm.kept
+    assert not lm.kept[NAME].recordings
     keep(lm, FIRST)
     with torch.no_grad():
         weight[0, 0] = -weight[0, 0]  # and this one leaves every norm as it was
     assert kept_for(posed(lm, FIRST)) is None
+
+
+def test_products_of_a_changed_block_are_made_again_and_others_stay() -> None:
+    lm = text_lm("gpt2")
+    shelf = keep(lm, FIRST)
+    with shelf.quick(lm, range(lm.n_layers)):
+        pass
+    before = dict(shelf.products)
+    assert sorted(before) == list(range(lm.n_layers)) and all(before.values())
+    with torch.no_grad():
+        lm.mlp_weight(0).mul_(1.5)
+    shelf.refresh(lm)
+    assert 0 not in shelf.products and shelf.recordings
+    with shelf.quick(lm, range(lm.n_layers)):
+        changed = [i for i in before if shelf.products[i] is not before[i]]
+    assert changed == [0]
+    assert not any("forward" in vars(module) for block in lm.blocks for module in block.modules())
+    with torch.no_grad():
+        lm.norms[-1].weight.mul_(1.5)  # what follows the blocks has no products, but is recorded
+    shelf.refresh(lm)
+    assert sorted(shelf.products) == list(range(lm.n_layers)) and not shelf.recordings
 
 
 def test_a_hook_above_forbids_it() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from factscope.editing.edit import Edit
 from factscope.editing.health import Health
+from factscope.editing.kept import quick_where_kept
 from factscope.editing.rows import edited
 from factscope.errors import PromptTooLong
 from factscope.lm.quick import MANY, quick_blocks
@@ -74,11 +76,12 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = True) -> list[float]:
     """The perplexity of the plain text under each edit."""
     ids = torch.tensor([_plain_ids(lm)], device=lm.device)
-    many = quickly and lm.device.type == "cuda" and len(edits) >= MANY
-    with edited(lm, edits, range(len(edits))), quick_blocks(lm.blocks if many else ()):
+    many = lm.device.type == "cuda" and len(edits) >= MANY
+    quick = quick_blocks(lm.blocks) if many else quick_where_kept(lm)
+    with edited(lm, edits, range(len(edits))), quick if quickly else nullcontext():
         states = lm.model.base_model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
     losses = torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
-    if many and not losses.isfinite().all():  # quick products may have left their range
+    if quickly and not losses.isfinite().all():  # quick products may have left their range
         return _perplexities(lm, edits, quickly=False)
     return [x if math.isfinite(x) else math.inf for x in losses.double().exp().tolist()]
 

@@ -127,12 +127,16 @@ class Problem:
         """The blocks above, on these strands."""
         return Replay(self.lm, self.run, self.view, apart=self.apart)
 
+    @property
+    def first_block(self) -> int:
+        """The lowest block that its losses run."""
+        return self.layer + (self.site == "state")
+
     @cached_property
     def modules(self) -> list[nn.Module]:
         """All modules that its losses run."""
-        first = self.layer + (self.site == "state")
         heads = [*self.lm.norms, self.lm.model.get_output_embeddings()]
-        return [m for part in (*self.lm.blocks[first:], *heads) for m in part.modules()]
+        return [m for part in (*self.lm.blocks[self.first_block :], *heads) for m in part.modules()]
 
     def prepare(self) -> None:
         """Make everything that does not depend on δ: a recording would make it again each time."""
@@ -166,7 +170,7 @@ class Problem:
     def _states(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "strand slot width"]:
         """The last layer's states with every fact's δ in place."""
         shift = self._shift(delta)
-        hidden = self.hidden + shift if self.site == "state" else self.first_block(shift)
+        hidden = self.hidden + shift if self.site == "state" else self.through_first(shift)
         for layer in range(self.layer + 1, self.lm.n_layers):
             hidden = self.replay(layer, hidden)
         return hidden
@@ -174,7 +178,7 @@ class Problem:
     def _shift(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "strand slot width"]:
         return self.at_spot * delta[self.fact][:, None].to(self.hidden.dtype)
 
-    def first_block(
+    def through_first(
         self, shift: Float[Tensor, "strand slot width"]
     ) -> Float[Tensor, "strand slot width"]:
         """The block that δ enters, with δ added to its MLP's output."""
@@ -194,7 +198,7 @@ class Problem:
         after = after[self.view.row[:, None], self.view.position]
         probe = torch.ones_like(self.hidden[: len(self.size), 0].float())
         shift = self._shift(probe * (self.size / probe.shape[-1] ** 0.5)[:, None])
-        gap = (self.first_block(shift) - (after + shift)).abs().max()
+        gap = (self.through_first(shift) - (after + shift)).abs().max()
         exact = self.hidden.dtype == torch.float32 and not multiplies_halves(torch.float32)
         tolerance = 1e-4 if exact else 2e-2
         if gap > tolerance * shift.abs().max():
@@ -253,8 +257,9 @@ def pose(
     for i, asked in enumerate(requests):
         rows += [*asked.rows, essence_row(lm, asked.fact, token, at_place=at_place)]
         owner += [i] * (len(asked.rows) + 1)
-    longest = max(len(row.ids) for row in rows)
-    ids = padded(rows, lm.device, room.slots(longest, lm.context))
+    starts = [row.place if lm.arch.packs else 0 for row in rows]
+    view = _view(rows, starts, lm, room)
+    ids = padded(rows, lm.device, max(view.past, *(len(row.ids) for row in rows)))
     if quick is None and len(requests) >= MANY and lm.device.type == "cuda":
         quick = partial(quick_blocks, lm.blocks)
     run, keys, values = _run(lm, ids, layer, quick)
@@ -265,7 +270,9 @@ def pose(
         values = run.states[layer][number, place].float()
     ends = [i for i in range(len(rows)) if i + 1 == len(rows) or owner[i + 1] != owner[i]]
     taught = [slice(end - len(asked.rows), end) for end, asked in zip(ends, requests, strict=True)]
-    problem = _problem(lm, requests, rows, owner, run, layer, site, search, values, room)
+    problem = _problem(
+        lm, requests, rows, owner, starts, run, view, layer, site, search, values, room
+    )
     return Posed(
         problem=_lightened(problem),
         keys=[keys[mine] for mine in taught],
@@ -339,13 +346,12 @@ def _last_block(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _problem(
-    lm: "LM", requests: Sequence[Request], rows: Sequence[Row], owner: Sequence[int], run: Run,
-    layer: int, site: Site, search: ValueSearch, values: Tensor, room: Room,
+    lm: "LM", requests: Sequence[Request], rows: Sequence[Row], owner: Sequence[int],
+    starts: Sequence[int], run: Run, view: View, layer: int, site: Site, search: ValueSearch,
+    values: Tensor, room: Room,
 ) -> Problem:  # fmt: skip
-    """The strands, the reads and the unedited essence."""
+    """The reads and the unedited essence."""
     device = run.inputs.device
-    starts = [row.place if lm.arch.packs else 0 for row in rows]
-    view = _view(rows, starts, run.inputs, room)
 
     def tensor(numbers: Sequence[int] | Sequence[float]) -> Tensor:
         return torch.tensor(numbers, device=device)
@@ -358,7 +364,7 @@ def _problem(
         for i in range(first[f], essence[f])
         for read, label in zip(rows[i].reads, request.target, strict=True)
     ]
-    reads += [(0, 0, 0, 0.0, 0)] * (room.reads(len(reads)) - len(reads))
+    reads += [(0, 0, 0, 0.0, 0)] * (room.for_reads(len(reads)) - len(reads))
     strand, slot, fact, weight, label = zip(*reads, strict=True)
     entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
     last = run.states[-1]
@@ -376,13 +382,10 @@ def _problem(
     )  # fmt: skip
 
 
-def _view(
-    rows: Sequence[Row], starts: Sequence[int], inputs: Float[Tensor, "row token width"], room: Room
-) -> View:
+def _view(rows: Sequence[Row], starts: Sequence[int], lm: "LM", room: Room) -> View:
     """Each row's tokens from its start on, as one stretch."""
-    device = inputs.device
     longest = max(len(row.ids) - start for row, start in zip(rows, starts, strict=True))
-    width = room.slots(longest)
+    width = room.for_slots(longest)
     position = torch.zeros(len(rows), width, dtype=torch.long)
     start = torch.full((len(rows), width), -1)
     for i, (row, begin) in enumerate(zip(rows, starts, strict=True)):
@@ -390,8 +393,8 @@ def _view(
         position[i, :length] = torch.arange(begin, len(row.ids))
         start[i, :length] = begin
     return View(
-        row=torch.arange(len(rows), device=device),
-        position=position.to(device),
-        start=start.to(device),
-        past=room.slots(max(starts), inputs.shape[1]),
+        row=torch.arange(len(rows), device=lm.device),
+        position=position.to(lm.device),
+        start=start.to(lm.device),
+        past=room.for_past(max(starts), lm.context),
     )

@@ -13,29 +13,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Room"]
 
-GRAIN = 8
-"""Lengths are multiples of this where room is left."""
-
 
 @dataclass(frozen=True)
 class Room:
-    """How much room there is for so many of something."""
+    """Of what each length is a multiple."""
 
-    grain: int = 1
+    slots: int = 1
+    """Tokens from the fact's own on: every one of them is computed at every step."""
+    past: int = 1
+    """Tokens before it, which are only looked at."""
+    reads: int = 1
+    """Reads; their number doubles with the new object's length, and so does the room for them."""
 
     @classmethod
     def of(cls, lm: "LM", facts: int) -> "Room":
         """Room for the search of one fact on a GPU, where recordings are kept; else none."""
-        return cls(GRAIN) if facts == 1 and lm.device.type == "cuda" else cls()
+        one = facts == 1 and lm.device.type == "cuda"
+        return cls(slots=4, past=16, reads=32) if one else cls()
 
-    def slots(self, count: int, most: int | None = None) -> int:
-        """Tokens: the next multiple of the grain, as far as there are so many."""
-        wide = math.ceil(count / self.grain) * self.grain
+    def for_slots(self, count: int) -> int:
+        """How many slots there are for so many."""
+        return math.ceil(count / self.slots) * self.slots
+
+    def for_past(self, count: int, most: int | None) -> int:
+        """How many tokens of the past there are for so many, in a model that reads so many."""
+        wide = math.ceil(count / self.past) * self.past
         return wide if most is None else max(count, min(wide, most))
 
-    def reads(self, count: int) -> int:
-        """Reads, whose number doubles with the new object's length: the grain, or 2, 4, 8, … times
-        as many."""
-        if self.grain == 1:
+    def for_reads(self, count: int) -> int:
+        """How many reads there are for so many."""
+        if self.reads == 1:
             return count
-        return self.grain * 2 ** math.ceil(math.log2(max(1.0, count / self.grain)))
+        return self.reads * 2 ** math.ceil(math.log2(max(1.0, count / self.reads)))

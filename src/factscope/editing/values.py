@@ -18,12 +18,12 @@ from torch import Tensor
 
 from factscope.editing.batches import in_batches
 from factscope.editing.editor import Done, each_or_error
-from factscope.editing.kept import keep, kept_for, memory_for, quick_above, shelf_of
+from factscope.editing.kept import Shelf, shelf_for
 from factscope.editing.problem import Posed, Problem, Site, ValueSearch, pose
 from factscope.editing.requests import Request, Token, requests_of
 from factscope.errors import FactscopeError, NoProgress
 from factscope.facts import Fact
-from factscope.lm.quick import MANY
+from factscope.lm.quick import MANY, quick_blocks
 from factscope.lm.recorded import Recorded
 from factscope.lm.short_attention import short_attention
 
@@ -67,9 +67,10 @@ def search_each(
     """The value of each fact, searched in batches; a fact that fails has its error there."""
 
     def solve(requests: Sequence[Request], done: Done) -> list[Sought | FactscopeError]:
-        shelf = shelf_of(lm) if len(requests) == 1 else None
-        quick = None if shelf is None else shelf.quick
-        return search(pose(lm, requests, layer, site, token, settings, quick), requests, done)
+        shelf = shelf_for(lm) if len(requests) == 1 else None
+        quick = None if shelf is None else shelf.quick_run(lm, layer)
+        posed = pose(lm, requests, layer, site, token, settings, quick)
+        return search(posed, requests, done, shelf)
 
     def solve_all(requests: list[Request]) -> list[Sought | FactscopeError]:
         return in_batches(lm, requests, layer, solve, at_once=at_once, done=done)
@@ -78,17 +79,19 @@ def search_each(
 
 
 def search(
-    posed: Posed, requests: Sequence[Request], done: Done = lambda share: None
-) -> list[Sought | FactscopeError]:
+    posed: Posed, requests: Sequence[Request], done: Done = lambda share: None,
+    shelf: Shelf | None = None,
+) -> list[Sought | FactscopeError]:  # fmt: skip
     """Change every δ until its fact is told, or the steps are used up.
 
-    A fact whose search led nowhere gets the error in place of a value.
+    A fact whose search led nowhere gets the error in place of a value. What is on the shelf is
+    used, and what the search of a single fact made is put there.
     """
     problem = posed.problem
-    delta, losses = _descend(problem, done)
+    delta, losses = _descend(problem, done, shelf)
     if problem.hidden.is_cuda and not all(map(_is_finite, chain(*losses))):
         # Quick products may have left half precision's range; the model's own do not.
-        delta, losses = _descend(problem, lambda share: None, split_products=False)
+        delta, losses = _descend(problem, lambda share: None, None, split_products=False)
     found = [
         Sought(request=r, delta=d, values=v, keys=k, losses=tuple(mine))
         for r, d, v, k, mine in zip(requests, delta, posed.values, posed.keys, losses, strict=True)
@@ -97,86 +100,139 @@ def search(
 
 
 def _descend(
-    problem: Problem, done: Done, *, split_products: bool = True
+    problem: Problem, done: Done, shelf: Shelf | None, *, split_products: bool = True
 ) -> tuple[Float[Tensor, "fact width"], list[list[float]]]:
     """Adam on every δ; a fact that is done keeps its δ and, when that pays, leaves the batch."""
-    settings, steps = problem.search, problem.search.looks
-    adam = _Adam(problem)
-    losses: list[list[float]] = [[] for _ in problem.size]
+    lm, steps = problem.lm, problem.search.looks
+    corrections = problem.size.new_tensor(
+        [[1 - 0.9**step, 1 - 0.999**step] for step in range(1, steps + 1)]
+    )
+    descent = _Descent(problem)
     with ExitStack() as stack:
-        look = kept_for(problem) if split_products else None
+        look = None if shelf is None else shelf.take(problem)
         if look is None:
-            stack.enter_context(quick_above(problem, split_products=split_products))
+            above = range(problem.layer, lm.n_layers)
+            stack.enter_context(
+                quick_blocks([lm.blocks[i] for i in above], split_products=split_products)
+                if shelf is None
+                else shelf.quick(lm, above)
+            )
             if problem.apart:
                 stack.enter_context(short_attention(problem.hidden.device))
-            look = _looking(problem, memory_for(problem))
-        current, batch = problem, torch.arange(len(losses), device=problem.size.device)
-        going = torch.ones_like(batch, dtype=torch.bool)
+            look = _looking(problem, None if shelf is None else shelf.memory)
         for step in range(1, steps + 1):
             begin = time.perf_counter()
             last = step == steps
-            forward_only = last and len(batch) >= MANY
-            delta = adam.delta[batch]
-            seen, slope = _only_losses(current, delta) if forward_only else look(delta)
-            for i, loss, mine in zip(batch.tolist(), seen.tolist(), going.tolist(), strict=True):
-                if mine:
-                    losses[i].append(loss)
-            going = going & ~(seen < settings.stop) & seen.isfinite()
+            if last and len(descent.batch) >= MANY:
+                seen, moved = _only_losses(descent.problem, descent.state)
+            else:
+                seen, moved = look(descent.state, corrections[step - 1])
+            descent.see(seen)
             done(1 / steps)
-            if last or not going.any():
+            if last or descent.idle == 1:
                 done(1 - step / steps)
                 break
-            moving = batch[going]
-            adam.move_(moving, slope[going], step)
-            spared = (time.perf_counter() - begin) * (1 - len(moving) / len(batch)) * (steps - step)
-            if len(moving) < len(batch) and spared > look.cost:
-                batch, going = moving, torch.ones_like(moving, dtype=torch.bool)
-                current = problem.only(batch)
-                look = _looking(current)
-        if split_products:
-            keep(problem, look)
-    return adam.delta, losses
+            descent.move(moved)
+            spared = (time.perf_counter() - begin) * descent.idle * (steps - step)
+            if descent.idle and spared > look.cost:
+                descent.leave()
+                look = _looking(descent.problem)
+        if shelf is not None and look.graph is not None:
+            shelf.add(problem, look)
+    return descent.found(), descent.losses
 
 
-class _Adam:
-    """δ of every fact, and Adam's two means of its slopes."""
+class _Descent:
+    """The facts' δ on their way; one that is done stays where it is."""
 
     def __init__(self, problem: Problem) -> None:
-        self.size, self.search = problem.size, problem.search
-        self.delta = problem.size.new_zeros(len(problem.size), problem.hidden.shape[-1])
-        self.first, self.second = torch.zeros_like(self.delta), torch.zeros_like(self.delta)
+        facts, width = len(problem.size), problem.hidden.shape[-1]
+        self.whole = self.problem = problem
+        """All the facts, and those in the batch."""
+        self.batch = list(range(facts))
+        self.going = [True for _ in self.batch]
+        """Which facts of the batch still move."""
+        self.state = problem.size.new_zeros(3, facts, width)
+        """Adam's: δ of the batch, and the two means of its slopes."""
+        self.losses: list[list[float]] = [[] for _ in self.batch]
+        self.left = problem.size.new_zeros(facts, width)
+        """δ of the facts that left the batch."""
 
-    def move_(self, facts: Tensor, slope: Tensor, step: int) -> None:
-        """One step for some of the facts, each δ kept no longer than its bound."""
-        first = self.first[facts] = 0.9 * self.first[facts] + 0.1 * slope
-        second = self.second[facts] = 0.999 * self.second[facts] + 0.001 * slope**2
-        mean, spread = first / (1 - 0.9**step), second / (1 - 0.999**step)
-        moved = self.delta[facts] - self.search.rate * mean / (spread.sqrt() + 1e-8)
-        longest = self.search.longest * self.size[facts, None]
-        norm = moved.norm(dim=-1, keepdim=True)
-        self.delta[facts] = torch.where(norm > longest, moved * longest / norm, moved)
+    def see(self, losses: Float[Tensor, " fact"]) -> None:
+        """Note the losses at δ; a fact whose loss is low enough, or no number, is done."""
+        for place, loss in enumerate(losses.tolist()):
+            if self.going[place]:
+                self.losses[self.batch[place]].append(loss)
+                self.going[place] = loss >= self.whole.search.stop and _is_finite(loss)
+
+    @property
+    def idle(self) -> float:
+        """The share of the batch that is done."""
+        return 1 - sum(self.going) / len(self.going)
+
+    def move(self, state: Float[Tensor, "3 fact width"]) -> None:
+        """Go on to the given state, which the next look may overwrite."""
+        if all(self.going):
+            self.state.copy_(state)
+        else:
+            going = torch.tensor(self.going, device=state.device)[:, None]
+            self.state = torch.where(going, state, self.state)
+
+    def leave(self) -> None:
+        """Take those that are done out of the batch."""
+        self.left[self.batch] = self.state[0]
+        places = [place for place, goes in enumerate(self.going) if goes]
+        self.batch = [self.batch[place] for place in places]
+        self.going = [True for _ in places]
+        self.state = self.state[:, places]
+        self.problem = self.whole.only(torch.tensor(self.batch, device=self.state.device))
+
+    def found(self) -> Float[Tensor, "fact width"]:
+        """δ of every fact."""
+        self.left[self.batch] = self.state[0]
+        return self.left
 
 
 def _looking(problem: Problem, memory: Any = None) -> Recorded:
-    """The losses at δ and their slopes, as a function of δ; a recording computes in the memory."""
+    """The losses at δ, and where Adam goes from there; a recording computes in the memory.
+
+    Adam's state is δ and the two means of its slopes. Those start at 0, which makes them too small
+    at first, by the two factors of the correction.
+    """
     problem.prepare()
     block = sum(weight.numel() for weight in problem.lm.blocks[-1].parameters())
     slots = problem.view.position.numel()
 
-    def look(delta: Tensor) -> tuple[Tensor, Tensor]:
-        delta = delta.detach().requires_grad_()
+    def look(state: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        delta = state[0].detach().requires_grad_()
         with torch.enable_grad():
             losses = problem.losses(delta)
             slope = torch.autograd.grad(SCALE * losses.sum(), delta)[0]
-        return losses.detach(), slope / SCALE
+        return losses.detach(), _moved(problem, state, slope / SCALE, correction)
 
     return Recorded(look, pays=slots * block < HEAVY, pool=memory)
 
 
-def _only_losses(problem: Problem, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _moved(
+    problem: Problem, state: Float[Tensor, "3 fact width"], slope: Float[Tensor, "fact width"],
+    correction: Float[Tensor, " 2"],
+) -> Float[Tensor, "3 fact width"]:  # fmt: skip
+    """Adam's next step, each δ kept no longer than its bound."""
+    search = problem.search
+    delta, first, second = state
+    first = 0.9 * first + 0.1 * slope
+    second = 0.999 * second + 0.001 * slope**2
+    mean, spread = first / correction[0], second / correction[1]
+    moved = delta - search.rate * mean / (spread.sqrt() + 1e-8)
+    longest = search.longest * problem.size[:, None]
+    norm = moved.norm(dim=-1, keepdim=True)
+    return torch.stack([torch.where(norm > longest, moved * longest / norm, moved), first, second])
+
+
+def _only_losses(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     """The losses at δ, for the last look, after which nothing moves."""
     with torch.no_grad():
-        return problem.losses(delta), torch.zeros_like(delta)
+        return problem.losses(state[0]), state
 
 
 def _trouble(found: Sought) -> NoProgress | None:

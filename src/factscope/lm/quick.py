@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from factscope.lm.products import available, half_product, split_product
 
-__all__ = ["MANY", "quick", "quick_blocks", "replaced"]
+__all__ = ["MANY", "Products", "products_of", "quick", "quick_blocks", "replaced", "splits"]
 
 MANY = 8
 """From so many facts or texts on, computing takes a GPU longer than launching: set-up then pays."""
@@ -22,14 +22,16 @@ SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
 
 
+Products = dict[nn.Module, Callable[..., Any]]
+"""Modules, and what answers their calls instead."""
+
+
 @contextmanager
 def quick(block: nn.Module, *, split_products: bool = True) -> Iterator[None]:
     """Run the block's calls faster while inside."""
     with ExitStack() as stack:
-        for module in block.modules():
-            forward = _faster(module, split_products)
-            if forward is not None and "forward" not in vars(module):  # else accelerate holds it
-                stack.enter_context(replaced(module, forward))
+        for module, forward in products_of(block, split_products=split_products).items():
+            stack.enter_context(replaced(module, forward))
         yield
 
 
@@ -42,6 +44,21 @@ def quick_blocks(blocks: Iterable[nn.Module], *, split_products: bool = True) ->
         yield
 
 
+def products_of(block: nn.Module, *, split_products: bool = True) -> Products:
+    """The block's modules that can be faster, and how."""
+    found = {
+        module: _faster(module, split_products)
+        for module in block.modules()
+        if "forward" not in vars(module)  # else accelerate holds it
+    }
+    return {module: forward for module, forward in found.items() if forward is not None}
+
+
+def splits(dtype: torch.dtype) -> bool:
+    """Whether weights of that kind are multiplied in several parts: float32 that is not TF32."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+
+
 def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | None:
     """A faster forward of the module, where there is one."""
     kind = type(module).__name__
@@ -51,8 +68,8 @@ def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | N
         return None
     weight = module.weight if kind == "Conv1D" else module.weight.T
     if weight.dtype == torch.float32 and split_products and available(weight.device):
-        exact = torch.get_float32_matmul_precision() == "highest"
-        return (split_product if exact else half_product)(weight, module.bias)
+        made = split_product if splits(weight.dtype) else half_product
+        return made(weight, module.bias)
     if kind == "Conv1D":
         turned = weight.T.contiguous()
         return lambda x: nn.functional.linear(x, turned, module.bias)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorded:
-    """A function of one tensor: the first call records it, every call plays it.
+    """A function of tensors: the first call records it, every call plays it.
 
     The function must do the same operations on tensors of the same shape whatever the numbers
     are. What a played call returns is overwritten by the next. On a CPU, where recording does not
@@ -29,7 +29,7 @@ class Recorded:
 
     def __init__(
         self,
-        function: Callable[[Tensor], tuple[Tensor, ...]],
+        function: Callable[..., tuple[Tensor, ...]],
         *,
         pays: bool = True,
         pool: tuple[int, int] | None = None,
@@ -43,23 +43,24 @@ class Recorded:
         """Seconds that recording took."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The function's results for x."""
-        if x.is_cuda and not self.tried:
-            self._record(x)
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The function's results."""
+        if given[0].is_cuda and not self.tried:
+            self._record(given)
         if self.graph is None:
-            return self.function(x)
-        self.given.copy_(x)
+            return self.function(*given)
+        for place, x in zip(self.given, given, strict=True):
+            place.copy_(x)
         self.graph.replay()
         return self.results
 
-    def _record(self, x: Tensor) -> None:
+    def _record(self, given: tuple[Tensor, ...]) -> None:
         self.tried = True
         begin = time.perf_counter()
-        self.given = x.clone()
+        self.given = [x.clone() for x in given]
         graph = torch.cuda.CUDAGraph()
         try:
-            self.results = _captured(graph, self.pool, lambda: self.function(self.given))
+            self.results = _captured(graph, self.pool, lambda: self.function(*self.given))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

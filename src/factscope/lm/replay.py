@@ -9,7 +9,7 @@ first run, whose keys and values it may look back to, and holds one or several s
 row's tokens, each blind to the others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ class Replay:
 
     def __init__(self, lm: "LM", run: Run, view: View, *, apart: bool = False) -> None:
         self.lm, self.run, self.view, self.apart = lm, run, view, apart
-        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+        self._made: dict[tuple[Any, ...], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
         self._every_row = torch.equal(view.row, rows)
 
@@ -92,41 +92,54 @@ class Replay:
         self, layer: int, hidden: Float[Tensor, "row slot width"]
     ) -> Float[Tensor, "row slot width"]:
         """The block's output for the given states."""
+        output = self.lm.blocks[layer](hidden, **self._arguments(layer, hidden))
+        return output[0] if isinstance(output, tuple) else output
+
+    def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
+        """Make all that those layers' blocks will want, so that calls only compute."""
+        for layer in layers:
+            self._arguments(layer, hidden)
+
+    @property
+    def made(self) -> list[Tensor]:
+        """The masks, positions and biases that were made so far."""
+        return list(self._made.values())
+
+    def _arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
+        """The arguments of the first call, cut and widened to the strands."""
         copies = len(hidden) // len(self.view.row)
         call = dict(self.run.calls[layer])
         call.pop("hidden_states")
         arguments = {name: self._again(name, x, layer, copies) for name, x in call.items()}
         if arguments.get("attention_mask") is None:
             arguments["attention_mask"] = self._mask(None, copies, hidden)
-        output = self.lm.blocks[layer](hidden, **arguments)
-        return output[0] if isinstance(output, tuple) else output
-
-    def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
-        """Make the masks that those layers' blocks will want, so that calls only compute."""
-        _ = self.view.key_position
-        copies = len(hidden) // len(self.view.row)
-        for layer in layers:
-            first = self.run.calls[layer].get("attention_mask")
-            self._mask(first, copies, hidden if first is None else first)
-
-    @property
-    def masks(self) -> list[Tensor]:
-        """The masks that were made so far."""
-        return list(self._masks.values())
+        return arguments
 
     def _again(self, name: str, value: Any, layer: int, copies: int) -> Any:
         """An argument of the first call, cut and widened to the strands."""
-        if name == "attention_mask" and value is not None:
-            return self._mask(value, copies, value)
-        if name == "alibi" and value is not None:
-            return self._alibi(value, copies)
-        if name == "position_ids" and value is not None:
-            return self._stack(value[0][self.view.position], copies)
-        if name == "position_embeddings" and value is not None:
-            return tuple(self._stack(x[0][self.view.position], copies) for x in value)
         if name in ("past_key_values", "layer_past"):
             return self._past(layer)
+        if value is None:
+            return None
+        if name == "attention_mask":
+            return self._mask(value, copies, value)
+        if name == "alibi":
+            return self._alibi(value, copies)
+        if name == "position_ids":
+            return self._stack(self._at_slots(value), copies)
+        if name == "position_embeddings":
+            return tuple(self._stack(self._at_slots(x), copies) for x in value)
         return value
+
+    def _once(self, make: Callable[[], Tensor], *key: Any) -> Tensor:
+        """What does not depend on the states, made once for all layers."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _at_slots(self, x: Tensor) -> Tensor:
+        """What the first run had for each position, at the strands' positions."""
+        return self._once(lambda: x[0][self.view.position.to(x.device)], "positions", id(x))
 
     def _stack(self, x: Tensor, copies: int) -> Tensor:
         return x.expand(copies, *x.shape).flatten(0, 1)
@@ -140,10 +153,9 @@ class Replay:
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
         """The view's mask in the form of the first run's: True to see, or a bias to add."""
-        key = (0 if first is None else id(first), like.device)
-        if key not in self._masks:
-            self._masks[key] = self._one_mask(first, like)
-        return self._stack(self._masks[key], copies)
+        given = 0 if first is None else id(first)
+        mask = self._once(lambda: self._one_mask(first, like), "mask", given, like.device)
+        return self._stack(mask, copies)
 
     def _one_mask(self, first: Tensor | None, like: Tensor) -> Tensor:
         visible = self.view.visible[:, None].to(like.device)
@@ -164,9 +176,12 @@ class Replay:
         """Position biases by key; some families give (row · head, 1, key), some by row and head."""
         flat = value.dim() == 3
         heads = value.shape[0] // len(self.run.inputs) if flat else value.shape[1]
-        first = value[:heads] if flat else value[0]
-        cut = first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
-        stacked = self._stack(cut, copies)
+
+        def cut() -> Tensor:
+            first = value[:heads] if flat else value[0]
+            return first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
+
+        stacked = self._stack(self._once(cut, "alibi", id(value)), copies)
         return stacked.flatten(0, 1) if flat else stacked
 
 
