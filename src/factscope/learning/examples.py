@@ -6,24 +6,26 @@ text, an edit is a stretch of it continued by words that the model drew, and ano
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
 
 from factscope.editing.learned.lines import Line, line_of
 from factscope.editing.requests import request
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import Case
-from factscope.lm.predict import continue_ids, top_k
 from factscope.lm.tokens import continuation, encode
+from factscope.lm.writing import draws_of, write_on
 from factscope.stats.text import Window, WrittenText
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = ["CaseLessons", "Example", "Lessons", "Locality", "TextLessons", "without"]
+
+AT_ONCE = {"cpu": 64, "cuda": 256}
+"""How many texts are written together."""
+AMONG = 50
+"""Tokens among which each of a continuation is drawn."""
 
 Locality = Literal["unrelated", "neighbours"]
 """What must stay as it is: answers about other cases, or about neighbours of the same one."""
@@ -128,6 +130,9 @@ class TextLessons:
     """How many tokens are drawn: an edit teaches these."""
     seed: int = 0
 
+    written: dict[int, list[Example]] = field(default_factory=dict, compare=False, repr=False)
+    """What was written so far: `AT_ONCE` examples together, by the number of the first."""
+
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise BadSetting(f"tokens is {self.tokens}; an edit must teach at least one")
@@ -141,22 +146,30 @@ class TextLessons:
 
     def made(self, lm: "LM", numbers: Sequence[int]) -> list[Example]:
         """Those stretches, continued."""
-        rows = [list(row) for row in self._stretches(numbers)]
-        draws = [top_k(50, self.seed * 1_000_003 + number) for number in numbers]
+        size = AT_ONCE.get(lm.device.type, AT_ONCE["cpu"])
+        found = []
+        for number in numbers:
+            first = number // size * size
+            if first not in self.written:
+                # Always together: what is written depends a little on the company.
+                some = range(first, min(first + size, self.count))
+                self.written[first] = self._write(lm, some)
+            found.append(self.written[first][number - first])
+        return found
 
-        def choose(logits: Tensor) -> Tensor:
-            return torch.cat([draw(row[None]) for draw, row in zip(draws, logits, strict=True)])
-
-        drawn = continue_ids(lm, rows, self.tokens, choose, stop=False)
-        lines = [self._line(row, new) for row, new in zip(rows, drawn, strict=True)]
+    def _write(self, lm: "LM", numbers: range) -> list[Example]:
+        source = self.source
+        if isinstance(source, WrittenText):
+            length = source.window
+            longer = replace(source, window=length + self.tokens, rows=len(numbers))
+            rows = list(longer.pick(numbers))
+        else:
+            stretches = [source[number] for number in numbers]
+            length = len(stretches[0])
+            draws = draws_of([str(n) for n in numbers], length + self.tokens, self.seed)
+            rows = write_on(lm, stretches, draws, k=AMONG)
+        lines = [self._line(row[:length], row[length:]) for row in rows]
         return [Example(line, line, None) for line in lines]
-
-    def _stretches(self, numbers: Sequence[int]) -> Iterable[Window]:
-        if not isinstance(self.source, WrittenText):
-            return [self.source[number] for number in numbers]
-        # Together, as ever: what is written depends a little on the company.
-        together = replace(self.source, rows=len(numbers))
-        return together.pick(range(numbers[0], numbers[0] + len(numbers)))
 
     @staticmethod
     def _line(row: Sequence[int], new: Sequence[int]) -> Line:

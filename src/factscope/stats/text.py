@@ -7,7 +7,6 @@ begin: with BOS where the tokenizer puts one or the family needs one.
 """
 
 import gzip
-import hashlib
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +15,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from factscope.errors import BadSetting, NoNetwork
-from factscope.lm.predict import continue_ids, top_k
 from factscope.lm.tokens import encode
+from factscope.lm.writing import draws_of, write_on
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -234,23 +230,10 @@ class WrittenText:
         return islice(self.pick(numbers[whole:]), skipped - whole, None)
 
     def _write(self, numbers: Sequence[int]) -> list[list[int]]:
-        start = self._start()
-        draws = [top_k(self.likeliest, _seed(self.seed, number)) for number in numbers]
-
-        def choose(logits: Tensor) -> Tensor:
-            return torch.cat([draw(row[None]) for draw, row in zip(draws, logits, strict=True)])
-
-        rows = [[start] for _ in numbers]
-        new = continue_ids(self.lm, rows, self.window - 1, choose, stop=False)
-        return [[start, *ids] for ids in new]
+        draws = draws_of([str(number) for number in numbers], self.window, self.seed)
+        return write_on(self.lm, [[self._start()] for _ in numbers], draws, k=self.likeliest)
 
     def _start(self) -> int:
         tokenizer = self.lm.tokenizer
         known = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
         return next(token for token in known if token is not None)
-
-
-def _seed(seed: int, number: int) -> int:
-    """A seed for each window; torch reads 32 bits of one."""
-    digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
-    return int.from_bytes(digest[:4], "big")

@@ -48,7 +48,8 @@ def quadrature(
 def _radau(steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Radau's points in [-1, 1]: -1, and the other roots of Pₙ₋₁ + Pₙ."""
     legendre = np.polynomial.legendre
-    nodes = np.sort(legendre.legroots([0.0] * (steps - 1) + [1.0, 1.0]))
+    roots = legendre.legroots([0.0] * (steps - 1) + [1.0, 1.0])
+    nodes = np.sort(roots.real)  # all of them are, which numpy does not see everywhere
     nodes[0] = -1.0
     below = legendre.legval(nodes, [0.0] * (steps - 1) + [1.0])
     return nodes, (1 - nodes) / (steps * below) ** 2
