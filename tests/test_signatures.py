@@ -1,0 +1,42 @@
+"""Types and shapes of functions are checked however often a function is defined."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from torch import Tensor, nn
+
+from factscope.lm.hooks import on_output
+
+from signatures import checked
+
+
+def scaled(by: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that is defined anew at every call."""
+
+    @jaxtyped(typechecker=checked)
+    def product(a: Float[Tensor, "row axis"], b: Float[Tensor, " axis"]) -> Float[Tensor, " row"]:
+        return by * (a @ b) if by else b
+
+    return product
+
+
+def test_each_definition_has_its_own_body_and_the_same_check():
+    a, b = torch.ones(2, 3), torch.ones(3)
+    one, two, wrong = scaled(1), scaled(2), scaled(0)
+    assert (one(a, b).tolist(), two(a, b).tolist()) == ([3, 3], [6, 6])
+    for function in (one, two):
+        with pytest.raises(TypeCheckError, match=r"parameters of .*product"):
+            function(a, torch.ones(2))
+    with pytest.raises(TypeCheckError, match=r"return value of .*product"):
+        wrong(a, b)
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_functions_inside_the_packages_functions_are_checked_each_time(time: str):
+    layer = nn.Linear(2, 2)
+    with on_output((layer, lambda out: out)):
+        [hook] = layer._forward_hooks.values()
+        with pytest.raises(TypeCheckError, match=r"parameters of .*on_output.*hook"):
+            hook(f"not a module, the {time} time", (), torch.ones(2))
