@@ -33,10 +33,10 @@ FACTS = [
 """The second's object has several tokens in every vocabulary."""
 
 KINDS = {
-    "ft": FineTune(layer=1, steps=6, rate=2e-3),
-    "ft-l": FineTune(layer=0, bound=3e-3, steps=6, rate=2e-3),
-    "attn": FineTune(layer=1, weights="attn", bound=2e-3, steps=6, rate=1e-3),
-    "ft, paper": FineTune(layer=2, objective="last-position", bias=True, steps=6, rate=2e-3),
+    "ft": FineTune(layer=1, steps=4, rate=2e-3),
+    "ft-l": FineTune(layer=0, bound=3e-3, steps=4, rate=2e-3),
+    "attn": FineTune(layer=1, weights="attn", bound=2e-3, steps=4, rate=1e-3),
+    "ft, paper": FineTune(layer=2, objective="last-position", bias=True, steps=4, rate=2e-3),
     "attn, paper": attn_edit("paper", layer=1, bound=2e-3, steps=6),
     "ft, done early": FineTune(layer=1, steps=8, rate=1e-2, stop=5.5),
 }

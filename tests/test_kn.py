@@ -40,7 +40,7 @@ READINGS = [
 FACTS = [
     Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Rome"),
     Fact(subject="France", prompt="The capital of {} is", target="Ottawa in Kenya", old="Oslo"),
-    Fact(subject="Miles Davis", prompt="{} plays the", target="piano", old="the Nile and light"),
+    Fact(subject="Miles Davis", prompt="{} plays the", target="piano", old="the Nile"),
 ]
 """The first's old object is what the model says; others have several tokens."""
 PREFIXES = ("The Nile flows. ", "Light travels at 100 degrees and so. ")

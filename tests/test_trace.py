@@ -262,7 +262,7 @@ def test_the_packages_own_facts() -> None:
 def test_the_default_model_end_to_end(default_model: LM) -> None:
     """The real thing: the engine against the slow twin on cells all over the table."""
     fact = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Paris")
-    settings = Tracing(corruption=Corruption(samples=2))
+    settings = Tracing(corruption=Corruption(samples=1))
     record = trace(default_model, fact, settings)
     assert record.known
     assert record.answer == " Paris"

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +30,7 @@ from factscope.runs.training import CHECKPOINT, FromCases, FromText, TrainRun
 from test_evaluating import record
 
 from commands import Run, runner, saved_model
+from processes import begun
 
 EDITORS = {"mend": Mend, "ke": Ke}
 DESIGNS = {"mend": (("rank", 8), ("rate", 1e-3)), "ke": (("lstm", 8), ("condition", 8))}
@@ -288,53 +286,46 @@ def test_a_finished_run_goes_on_with_more_steps(
         other.begin(lm, tmp_path / "parts")
 
 
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import test_training as t
-from factscope.lm.load import load
-run = t.a_run(Path({model!r}), Path({data!r}), steps=400, training=t.quick({method!r}))
-lm = load({model!r}, device="cpu")
-run.go_on(lm, run.begin(lm, Path({out!r})), seen=lambda r: print(r.step, flush=True))
-"""
+def go(model: Path, data: Path, method: str, out: Path) -> None:
+    """A training of 400 steps."""
+    run = a_run(model, data, steps=400, training=quick(method))
+    lm = load(str(model), device="cpu")
+    run.go_on(lm, run.begin(lm, out))
 
 
 @pytest.mark.parametrize("method", EDITORS)
 def test_a_killed_training_goes_on_bit_by_bit(
     lm: LM, model: Path, data: Path, tmp_path: Path, method: str
 ) -> None:
-    out, aim = tmp_path / "killed", 60
-    code = KILLED.format(
-        tests=str(Path(__file__).parent), model=str(model), data=str(data), out=str(out),
-        method=method,
-    )  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ}, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) >= aim:
-            break
-    time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    out = tmp_path / "killed"
+    process = begun(go, model, data, method, out)
+    while process.is_alive() and last_step(out) < 40:
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert (out / CHECKPOINT).is_file()
     with (out / "records.jsonl").open("a") as file:
         file.write('{"step": 9')  # what a kill leaves of a line
-    run = a_run(model, data, steps=120, training=quick(method))
+    run = a_run(model, data, steps=80, training=quick(method))
     seen: list[TrainingRecord] = []
     found = run.go_on(lm, run.begin(lm, out), seen=seen.append)
-    assert 10 < seen[0].step <= 120  # writing takes a share of the time only
+    assert 10 < seen[0].step <= 80  # writing takes a share of the time only
     whole = run.begin(lm, tmp_path / "whole")
     wanted = run.go_on(lm, whole)
     assert found.read_bytes() == wanted.read_bytes()
     steps = [r.step for r in run.begin(lm, out).training_records()]
-    assert steps == list(range(0, 121, 5))
+    assert steps == list(range(0, 81, 5))
     for name in ("loss", "edit", "local"):
         pairs = zip(run.begin(lm, out).training_records(), whole.training_records(), strict=True)
         assert all(getattr(a, name) == getattr(b, name) for a, b in pairs)
+
+
+def last_step(out: Path) -> int:
+    """The step of the last whole line, or −1 before there is one."""
+    path = out / "records.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
