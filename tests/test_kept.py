@@ -135,7 +135,7 @@ def test_weights_above_that_changed_are_noticed() -> None:
 def test_products_of_a_changed_block_are_made_again_and_others_stay() -> None:
     lm = text_lm("gpt2")
     shelf = keep(lm, FIRST)
-    with shelf.quick(lm, range(lm.n_layers)):
+    with shelf.quick(lm, range(lm.n_layers))():
         pass
     before = dict(shelf.products)
     assert sorted(before) == list(range(lm.n_layers))
@@ -145,7 +145,7 @@ def test_products_of_a_changed_block_are_made_again_and_others_stay() -> None:
     shelf.refresh(lm)
     assert 0 not in shelf.products
     assert shelf.recordings
-    with shelf.quick(lm, range(lm.n_layers)):
+    with shelf.quick(lm, range(lm.n_layers))():
         changed = [i for i in before if shelf.products[i] is not before[i]]
     assert changed == [0]
     assert not any("forward" in vars(module) for block in lm.blocks for module in block.modules())

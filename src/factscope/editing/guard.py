@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from factscope.editing.edit import Edit
 from factscope.editing.health import Health
 from factscope.editing.kept import quick_where_kept
-from factscope.editing.rows import edited
+from factscope.editing.rows import edited, factors_by_row, shifted
 from factscope.errors import PromptTooLong
-from factscope.lm.quick import MANY, quick_blocks
+from factscope.lm.played import played
+from factscope.lm.quick import MANY, Quickly, quick_blocks
 from factscope.lm.tokens import encode
 
 if TYPE_CHECKING:
@@ -76,14 +78,34 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = True) -> list[float]:
     """The perplexity of the plain text under each edit."""
     ids = torch.tensor([_plain_ids(lm)], device=lm.device)
-    many = lm.device.type == "cuda" and len(edits) >= MANY
-    quick = quick_blocks(lm.blocks) if many else quick_where_kept(lm)
-    with edited(lm, edits, range(len(edits))), quick if quickly else nullcontext():
-        states = lm.model.base_model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
-    losses = torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
-    if quickly and not losses.isfinite().all():  # quick products may have left their range
+    many = len(edits) >= MANY
+    quick = _quick(lm, many) if quickly else None
+    factors = {} if many else factors_by_row(lm, edits)
+
+    def losses(ids: Tensor, *flat: Tensor) -> Tensor:
+        """The text's loss in every row, under that row's edit."""
+        pairs = dict(zip(factors, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        under = shifted(lm, pairs) if pairs else edited(lm, edits, range(len(edits)))
+        with under, quick() if quick else nullcontext():
+            model = lm.model.base_model
+            states = model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
+        return torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
+
+    if factors:
+        name = ("plain text", tuple(factors), quick and quick.version)
+        found = played(lm, name, losses, ids, *(x for pair in factors.values() for x in pair))
+    else:
+        found = losses(ids)
+    if quick and not found.isfinite().all():  # quick products may have left their range
         return _perplexities(lm, edits, quickly=False)
-    return [x if math.isfinite(x) else math.inf for x in losses.double().exp().tolist()]
+    return [x if math.isfinite(x) else math.inf for x in found.double().exp().tolist()]
+
+
+def _quick(lm: "LM", many: bool) -> Quickly | None:
+    """What makes the text's run faster."""
+    if not many:
+        return quick_where_kept(lm)
+    return Quickly(partial(quick_blocks, lm.blocks)) if lm.device.type == "cuda" else None
 
 
 def _loss(

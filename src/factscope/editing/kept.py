@@ -7,8 +7,8 @@ for most facts (`editing.room`). The quick products (`lm.quick`) that a recordin
 not go before it; they also make the run before the next search faster.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from factscope.editing.problem import Problem
-from factscope.lm.quick import Products, products_of, replaced, splits
+from factscope.lm.quick import Products, Quickly, products_of, replaced, splits
 from factscope.lm.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Shelf:
     """The pool that recordings compute in: only one is ever played at a time."""
     products: dict[int, Products] = field(default_factory=dict)
     """The quick products of a block."""
+    version: int = 0
+    """Grows whenever products come or go."""
     recordings: dict[Any, tuple[Problem, Recorded]] = field(default_factory=dict)
     """By the shape of the problem."""
 
@@ -58,29 +60,27 @@ class Shelf:
         changed = [i for i, (old, new) in enumerate(zip(self.seen, now, strict=True)) if old != new]
         self.seen = now
         for i in changed:
-            self.products.pop(i, None)
+            self.version += self.products.pop(i, None) is not None
         last = max(changed, default=-1)
         self.recordings = {
             form: kept for form, kept in self.recordings.items() if kept[0].first_block > last
         }
 
-    @contextmanager
-    def quick(self, lm: "LM", blocks: Iterable[int]) -> Iterator[None]:
+    def quick(self, lm: "LM", blocks: Iterable[int]) -> Quickly:
         """Those blocks made quick, by the products that are kept, or that are kept from now on."""
-        with ExitStack() as stack:
-            for i in blocks:
-                if i not in self.products:
-                    self.products[i] = products_of(lm.blocks[i])
-                for module, forward in self.products[i].items():
-                    stack.enter_context(replaced(module, forward))
-            yield
+        blocks = list(blocks)
+        for i in blocks:
+            if i not in self.products:
+                self.products[i] = products_of(lm.blocks[i])
+                self.version += 1
+        return Quickly(partial(_all_replaced, [self.products[i] for i in blocks]), self.version)
 
-    def quick_run(self, lm: "LM", layer: int) -> Callable[[], AbstractContextManager[None]] | None:
+    def quick_run(self, lm: "LM", layer: int) -> Quickly | None:
         """What makes one run faster; None where a GPU is told such products more slowly than it
         would compute the usual ones. At first these are only the blocks that the search wants."""
         if not splits(lm.dtype):
             return None
-        return partial(self.quick, lm, range(0 if self.products else layer, lm.n_layers))
+        return self.quick(lm, range(0 if self.products else layer, lm.n_layers))
 
     def take(self, problem: Problem) -> Recorded | None:
         """A recording of this shape, with the problem's numbers put in place of the old ones."""
@@ -113,10 +113,19 @@ def shelf_for(lm: "LM") -> Shelf | None:
     return shelf
 
 
-def quick_where_kept(lm: "LM") -> AbstractContextManager[None]:
+def quick_where_kept(lm: "LM") -> Quickly | None:
     """Blocks whose products are kept made quick, where that makes a single run faster."""
     shelf = shelf_for(lm) if NAME in lm.kept and splits(lm.dtype) else None
-    return nullcontext() if shelf is None else shelf.quick(lm, list(shelf.products))
+    return None if shelf is None else shelf.quick(lm, list(shelf.products))
+
+
+@contextmanager
+def _all_replaced(products: Sequence[Products]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for some in products:
+            for module, forward in some.items():
+                stack.enter_context(replaced(module, forward))
+        yield
 
 
 def _may_keep(lm: "LM") -> bool:

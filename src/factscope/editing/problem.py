@@ -7,8 +7,8 @@ with its own δ.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,8 @@ from factscope.editing.room import Room
 from factscope.errors import BadSetting
 from factscope.lm.forward import Run, forward
 from factscope.lm.hooks import on_output, on_pass
-from factscope.lm.quick import MANY, quick_blocks
+from factscope.lm.played import played
+from factscope.lm.quick import MANY, Quickly, quick_blocks
 from factscope.lm.replay import Replay, View
 from factscope.lm.short_attention import multiplies_halves, short_attention
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Posed", "Problem", "Site", "ValueSearch", "pose"]
 
 log = logging.getLogger(__name__)
-
-Quick = Callable[[], AbstractContextManager[None]]
 
 Site = Literal["mlp", "state"]
 """Where δ is added: to the MLP's contribution m of a layer (ROME) or to its state h (MEMIT)."""
@@ -244,7 +243,7 @@ class Posed:
 @torch.no_grad()
 def pose(
     lm: "LM", requests: Sequence[Request], layer: int, site: Site, token: Token,
-    search: ValueSearch, quick: Quick | None = None,
+    search: ValueSearch, quick: Quickly | None = None,
 ) -> Posed:  # fmt: skip
     """One run over every row of the facts, and the problem that it leaves.
 
@@ -259,10 +258,11 @@ def pose(
         owner += [i] * (len(asked.rows) + 1)
     starts = [row.place if lm.arch.packs else 0 for row in rows]
     view = _view(rows, starts, lm, room)
-    ids = padded(rows, lm.device, max(view.past, *(len(row.ids) for row in rows)))
+    longest = max(view.past, *(len(row.ids) for row in rows))
+    ids = padded(rows, lm.device, room.for_tokens(longest, lm.context))
     if quick is None and len(requests) >= MANY and lm.device.type == "cuda":
-        quick = partial(quick_blocks, lm.blocks)
-    run, keys, values = _run(lm, ids, layer, quick)
+        quick = Quickly(partial(quick_blocks, lm.blocks))
+    run, keys, values = _run(lm, ids, layer, quick, single=len(requests) == 1)
     place = torch.tensor([row.place for row in rows])
     number = torch.arange(len(rows))
     keys, values = (x[number, place].float() for x in (keys, values))
@@ -281,19 +281,25 @@ def pose(
 
 
 def _run(
-    lm: "LM", ids: Int[Tensor, "row token"], layer: int, quick: Quick | None
+    lm: "LM", ids: Int[Tensor, "row token"], layer: int, quick: Quickly | None, *, single: bool
 ) -> tuple[Run, Float[Tensor, "row token key"], Float[Tensor, "row token value"]]:
     """The rows' run, and what went into and came out of the layer's MLP output weight."""
-    kept: list[Tensor] = []
 
-    def keep(x: Tensor, output: Tensor) -> None:
-        kept.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
+    def through(ids: Tensor) -> tuple[Run, Tensor, Tensor]:
+        kept: list[Tensor] = []
 
-    with on_pass((lm.mlp_out(layer), keep)), quick() if quick else nullcontext():
-        run = forward(lm, ids)
+        def keep(x: Tensor, output: Tensor) -> None:
+            kept.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
+
+        with on_pass((lm.mlp_out(layer), keep)), quick() if quick else nullcontext():
+            run = forward(lm, ids)
+        return run, kept[0], kept[1]
+
+    name = ("rows", layer, quick and quick.version)
+    run, keys, values = played(lm, name, through, ids) if single else through(ids)
     if quick and not run.states[-1].isfinite().all():  # quick products left their range
-        return _run(lm, ids, layer, None)
-    return run, kept[0], kept[1]
+        return _run(lm, ids, layer, None, single=single)
+    return run, keys, values
 
 
 def _lightened(problem: Problem) -> Problem:

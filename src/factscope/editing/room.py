@@ -22,6 +22,8 @@ class Room:
     """Tokens from the fact's own on: every one of them is computed at every step."""
     past: int = 1
     """Tokens before it, which are only looked at."""
+    tokens: int = 1
+    """Tokens of a row, all of which are computed once."""
     reads: int = 1
     """Reads; their number doubles with the new object's length, and so does the room for them."""
 
@@ -29,19 +31,28 @@ class Room:
     def of(cls, lm: "LM", facts: int) -> "Room":
         """Room for the search of one fact on a GPU, where recordings are kept; else none."""
         one = facts == 1 and lm.device.type == "cuda"
-        return cls(slots=4, past=16, reads=32) if one else cls()
+        return cls(slots=4, past=16, tokens=8, reads=32) if one else cls()
 
     def for_slots(self, count: int) -> int:
         """How many slots there are for so many."""
-        return math.ceil(count / self.slots) * self.slots
+        return _up(count, self.slots)
 
     def for_past(self, count: int, most: int | None) -> int:
         """How many tokens of the past there are for so many, in a model that reads so many."""
-        wide = math.ceil(count / self.past) * self.past
-        return wide if most is None else max(count, min(wide, most))
+        return _up(count, self.past, most)
+
+    def for_tokens(self, count: int, most: int | None) -> int:
+        """How many tokens a row has for so many, in a model that reads so many."""
+        return _up(count, self.tokens, most)
 
     def for_reads(self, count: int) -> int:
         """How many reads there are for so many."""
         if self.reads == 1:
             return count
         return self.reads * 2 ** math.ceil(math.log2(max(1.0, count / self.reads)))
+
+
+def _up(count: int, grain: int, most: int | None = None) -> int:
+    """The next multiple of the grain, as far as there are so many."""
+    wide = math.ceil(count / grain) * grain
+    return wide if most is None else max(count, min(wide, most))

@@ -5,7 +5,8 @@ brings its own A and B, and no weight is written. Hundreds of differently edited
 in one forward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ from factscope.lm.hooks import on_pass
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["edited", "linear_of"]
+__all__ = ["edited", "factors_by_row", "linear_of", "shifted"]
 
+GRAIN = 8
+"""Ranks above one are filled up to a multiple of this where that makes them alike."""
 FEW = 32
 """Up to this rank each row carries its own factors; above, rows go edit by edit."""
 
@@ -62,6 +65,39 @@ def edited(
         shifts.append((module, _adding(shift, None if everyone else len(seats))))
     count = [] if everyone or not shifts else [(lm.embed, _counting(len(seats)))]
     with on_pass(*count, *shifts):
+        yield
+
+
+def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Tensor, Tensor]]:
+    """By weight, the factors A and B of each row's own edit; of ranks that often come again.
+
+    Nothing where an edit has a change that is too large for that, or of a bias.
+    """
+    for edit in edits:
+        if edit is not None:
+            edit.check(lm)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in dict.fromkeys(name for edit in edits if edit is not None for name in edit.changes):
+        changes = [None if edit is None else edit.changes.get(name) for edit in edits]
+        small = [c for c in changes if c is None or (isinstance(c, LowRank) and c.rank <= FEW)]
+        if len(small) < len(changes) or linear_of(lm, name) is None:
+            return {}
+        alone = all(change is None or change.rank == 1 for change in small)
+        device = weight_of(lm, name).device
+        A, B = _side_by_side(small, 1 if alone else GRAIN)
+        found[name] = (A.to(device), B.to(device))
+    return found
+
+
+@contextmanager
+def shifted(lm: "LM", factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, row i of every batch sees the i-th of the factors (`factors_by_row`)."""
+    shifts: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
+    for name, (A, B) in factors.items():
+        module = linear_of(lm, name)
+        assert module is not None
+        shifts.append((module, _adding(_by_factors(A, B), len(A))))
+    with on_pass(*shifts):
         yield
 
 
@@ -122,15 +158,25 @@ def _by_row(changes: list[Change | None], rows: Tensor, kind: str) -> Shift:
 
 
 def _factors_by_row(changes: "list[LowRank | None]", rows: Tensor) -> Shift:
-    """Every row with its own two thin matrices, smaller ranks filled up with zeros."""
+    """Every row with its own two thin matrices."""
+    A, B = (x[rows] for x in _side_by_side(changes))
+    return _by_factors(A, B)
+
+
+def _side_by_side(changes: "Sequence[LowRank | None]", grain: int = 1) -> tuple[Tensor, Tensor]:
+    """The factors A and B of all changes, ranks filled up with zeros to a multiple of the grain."""
     known = next(change for change in changes if change is not None)
-    rank = max(change.rank for change in changes if change is not None)
+    largest = max(change.rank for change in changes if change is not None)
+    rank = math.ceil(largest / grain) * grain
     A = known.A.new_zeros(len(changes), rank, known.A.shape[1])
     B = known.B.new_zeros(len(changes), known.B.shape[0], rank)
     for i, change in enumerate(changes):
         if change is not None:
             A[i, : change.rank], B[i, :, : change.rank] = change.A, change.B
-    A, B = A[rows], B[rows]
+    return A, B
+
+
+def _by_factors(A: Tensor, B: Tensor) -> Shift:
     return lambda x: torch.bmm(torch.bmm(x.float(), A.mT), B.mT)
 
 

@@ -115,7 +115,7 @@ def _descend(
             stack.enter_context(
                 quick_blocks([lm.blocks[i] for i in above], split_products=split_products)
                 if shelf is None
-                else shelf.quick(lm, above)
+                else shelf.quick(lm, above)()
             )
             if problem.apart:
                 stack.enter_context(short_attention(problem.hidden.device))

@@ -6,7 +6,8 @@ cores (see `lm.products`), and GPT-2's, stored with the other axis first, are tu
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 
 from factscope.lm.products import available, half_product, split_product
 
-__all__ = ["MANY", "Products", "products_of", "quick", "quick_blocks", "replaced", "splits"]
+__all__ = [
+    "MANY",
+    "Products",
+    "Quickly",
+    "products_of",
+    "quick",
+    "quick_blocks",
+    "replaced",
+    "splits",
+]
 
 MANY = 8
 """From so many facts or texts on, computing takes a GPU longer than launching: set-up then pays."""
@@ -24,6 +34,19 @@ SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 
 Products = dict[nn.Module, Callable[..., Any]]
 """Modules, and what answers their calls instead."""
+
+
+@dataclass(frozen=True)
+class Quickly:
+    """A way to make some blocks quick: inside `with quickly():` they are."""
+
+    make: Callable[[], AbstractContextManager[None]]
+    version: int = 0
+    """Another number where other products are used."""
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """The blocks are quick inside it."""
+        return self.make()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from factscope.editing.learned.network import Hypernetwork, Told
 from factscope.editing.learned.places import Place
 from factscope.editing.learned.weights import Weights, load_weights
 from factscope.editing.requests import Request, requests_of
+from factscope.editing.room import Room
 from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
 
@@ -156,7 +157,7 @@ class Ready:
     def edits(self, requests: Sequence[Request]) -> "list[Edit | FactscopeError]":
         """All the facts at once."""
         lm = self.lm
-        lines = Lines.of([line_of(asked) for asked in requests], lm.device)
+        lines = Lines.of([line_of(asked) for asked in requests], lm.device, self._length(requests))
         entering, _ = self.halves.below(lines.ids)
         factors, losses = factors_of(lm, self.places, self.halves, entering, lines)
         with torch.no_grad():
@@ -165,6 +166,11 @@ class Ready:
             self._edit(asked, [_of_fact(change, i) for change in changes], loss)
             for i, (asked, loss) in enumerate(zip(requests, losses.tolist(), strict=True))
         ]
+
+    def _length(self, requests: Sequence[Request]) -> int:
+        """How long the lines are; one alone is filled up to a length that often comes again."""
+        longest = max(len(asked.rows[0].ids) for asked in requests)
+        return Room.of(self.lm, len(requests)).for_tokens(longest, self.lm.context)
 
     def _edit(
         self, asked: Request, changes: Sequence[LowRank], loss: float

@@ -1,0 +1,142 @@
+"""Passes through a model that are played from a recording.
+
+One pass over a few rows takes a GPU longer to be told than to compute. A pass that comes again and
+again, such as the one over a plain text that every edit is measured by, is recorded when it comes
+for the second time (`lm.recorded`). What the recording says must be what the pass itself says, or
+it is not used. A recording reads the weights where they lie: edits written into them are seen.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from factscope.lm.recorded import Recorded
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["played"]
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+NAME = "recorded passes"
+"""Where a model keeps them."""
+MOST = 8
+"""So many are kept; the one unused longest gives way."""
+SHARE = 1 / 64
+"""Of a GPU's memory, the most that what a pass returns may take for it to be kept."""
+TOLERANCE = 1e-3
+"""By how much a recording may differ from the pass itself, in units of the largest number."""
+
+
+def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T:
+    """function(*given), a pass through the model without gradients.
+
+    Whatever changes from one call to another must be among the given tensors or in the name. What
+    is returned is overwritten by the next pass of its kind.
+    """
+    if not _plays(lm) or _hooked(lm.model):
+        return function(*given)
+    passes: dict[Any, _Pass] = lm.kept.setdefault(NAME, {})
+    shapes = tuple((x.shape, x.dtype) for x in given)
+    key = (name, shapes, torch.get_float32_matmul_precision(), _places(lm.model))
+    known = passes[key] = passes.pop(key, None) or _Pass()  # now the newest
+    while len(passes) > MOST:
+        del passes[next(iter(passes))]
+    return known(function, given)
+
+
+@dataclass
+class _Pass:
+    """A pass of one kind, and how often it came."""
+
+    times: int = 0
+    tape: Recorded | None = None
+
+    def __call__(self, function: Callable[..., T], given: tuple[Tensor, ...]) -> T:
+        self.times += 1
+        if self.tape is not None:
+            return self.tape(*given)  # pyright: ignore[reportReturnType]
+        result = function(*given)
+        if self.times == 2 and _bytes(result) <= SHARE * _memory(given[0].device):
+            tape = _recorded(function)
+            again = tape(*given)
+            if tape.graph is not None and _agree(result, again):
+                self.tape = tape
+        return result
+
+
+def _plays(lm: "LM") -> bool:
+    """Whether passes of this model can be recorded: all of it on one GPU."""
+    devices = getattr(lm.model, "hf_device_map", None) or {}
+    return lm.device.type == "cuda" and len(set(map(str, devices.values()))) <= 1
+
+
+def _recorded(function: Callable[..., Any]) -> Recorded:
+    return Recorded(function)
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _agree(result: Any, again: Any) -> bool:
+    """Whether a recording says what the pass said."""
+    pairs = zip(_tensors(result), _tensors(again), strict=True)
+    right = all(_near(x, y) for x, y in pairs if x.is_floating_point())
+    if not right:
+        log.warning("a recorded pass differs from the pass itself; it is not used")
+    return right
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    if not x.numel():
+        return True
+    gap = torch.where(x == y, 0.0, (x - y).abs())  # a mask's infinities are equal
+    return bool(gap.max() <= TOLERANCE * x.abs().max())
+
+
+def _bytes(result: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in _tensors(result))
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """The tensors in something made of tuples, lists, dictionaries and dataclasses."""
+    if isinstance(found, Tensor):
+        yield found
+    elif is_dataclass(found) or isinstance(found, dict):
+        for part in (found if isinstance(found, dict) else vars(found)).values():
+            yield from _tensors(part)
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from _tensors(part)
+
+
+def _below(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules, faster than `modules` finds them."""
+    left = [model]
+    while left:
+        module = left.pop()
+        yield module
+        left += [part for part in module._modules.values() if part is not None]
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Whether something else is called in the model, which a recording would not know of."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in _below(model))
+
+
+def _places(model: nn.Module) -> tuple[int, ...]:
+    """Where the weights lie."""
+    return tuple(
+        weight.data_ptr()
+        for module in _below(model)
+        for weight in module._parameters.values()
+        if weight is not None
+    )
