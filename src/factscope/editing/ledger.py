@@ -65,9 +65,12 @@ def weight_of(lm: "LM", name: str) -> nn.Parameter:
         ) from error
     if weight.is_meta:
         raise BadEdit(f"{name} is not in memory (offloaded); load the model without offloading")
-    known = next(other for other, found in lm.model.named_parameters() if found is weight)
-    if known != name:
-        raise BadEdit(f"{name} is tied to {known}; name the change of it {known!r}")
+    names = lm.kept.setdefault("weights by their one name", {})
+    if names.get(name) is not weight:
+        known = next(other for other, found in lm.model.named_parameters() if found is weight)
+        if known != name:
+            raise BadEdit(f"{name} is tied to {known}; name the change of it {known!r}")
+        names[name] = weight
     return weight
 
 

@@ -90,7 +90,11 @@ class LM:
 
     def name_of(self, module: nn.Module) -> str:
         """A module's full name in the model."""
-        return next(name for name, other in self.model.named_modules() if other is module)
+        names = self.kept.setdefault("names of modules", {})
+        if module not in names or _submodule(self.model, names[module]) is not module:
+            found = self.model.named_modules()
+            names[module] = next(name for name, other in found if other is module)
+        return names[module]
 
     def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits that a state of the last layer stands for."""
