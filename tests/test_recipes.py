@@ -242,6 +242,15 @@ def test_files_beside_a_recipe_are_found_from_anywhere(tmp_path: Path) -> None:
         read_recipe(file, KNOWN)
 
 
+def test_a_training_is_reported_where_it_is_named(tmp_path: Path) -> None:
+    trained = '[[run]]\nname = "trained"\ncommand = "train"\nmethod = "mend"\n'
+    file = tmp_path / "recipe.toml"
+    file.write_text(GOOD + trained + '[[report]]\n[[report]]\nname = "t"\nruns = ["trained"]\n')
+    assert [made.runs for made in read_recipe(file, KNOWN).reports] == [("a",), ("trained",)]
+    file.write_text(f'title = "t"\n{trained}[[report]]\n')
+    assert read_recipe(file, KNOWN).reports[0].runs == ("trained",)
+
+
 def test_the_example_in_the_docstring_is_a_recipe(tmp_path: Path) -> None:
     text = inspect.cleandoc(recipe_module.__doc__ or "").split("\n\n", 1)[1]
     text = inspect.cleandoc(text)

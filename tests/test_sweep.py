@@ -412,5 +412,5 @@ def test_another_grid_is_refused_and_the_difference_shown(run: Run, tmp_path: Pa
 def test_a_sweep_is_reported_alone(run: Run, factscope: Run) -> None:
     assert run("sweep", "--method", "ft", "--layers", 0, "--limit", 1, "--out", "a").code == 0
     assert run("evaluate", "--method", "ft", "--limit", 1, "--length", 0, "--out", "b").code == 0
-    assert_refused(factscope("report", "a", "b"), "one sweep, or evaluations only")
+    assert_refused(factscope("report", "a", "b"), "one sweep, one training, or evaluations only")
     assert_refused(factscope("report", "a", "--cases", "1"), "say nothing of a sweep")

@@ -1,22 +1,29 @@
 """Training learned editors: it learns, it sees what edits do, and no kill spoils it."""
 
+import csv
 import json
 import math
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from factscope.analysis.training import Course
 from factscope.data.cases_file import read_cases
 from factscope.editing.learned.editor import Ke, Mend
 from factscope.editing.learned.lines import Line, line_of
 from factscope.editing.learned.weights import load_weights
 from factscope.editing.requests import request
-from factscope.errors import BadSetting, NoProgress, WrongRun
+from factscope.errors import BadRecord, BadSetting, NoProgress, WrongRun
 from factscope.learning import training as training_module
 from factscope.learning.examples import CaseLessons, Example, TextLessons, without
 from factscope.learning.groups import Shelf, split
@@ -25,6 +32,9 @@ from factscope.learning.training import Trainer, Training
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import TrainingRecord
+from factscope.report.training_figures import training_figure
+from factscope.report.training_run import training_page
+from factscope.report.training_table import looks_table, training_values
 from factscope.runs.folder import WEIGHTS
 from factscope.runs.training import CHECKPOINT, FromCases, FromText, TrainRun
 from test_evaluating import record
@@ -386,6 +396,53 @@ def test_how_long_must_be_said(model: Path, data: Path) -> None:
         a_run(model, data, minutes=-1.0)
 
 
+# ---- what is told of it
+
+SPEC = {"model": "m", "source": {"data": "zsre"}, "training": {"method": "ke", "rate": 0.25}}
+
+
+def a_look(step: int, loss: float) -> TrainingRecord:
+    return TrainingRecord(
+        step=step, seconds=6.0 * step, trained=None, loss=loss, before=9.0, edit=loss,
+        rephrased=2 * loss, local=0.0, said=1 - loss / 10, said_rephrased=0.5, kept=0.75,
+    )  # fmt: skip
+
+
+def test_the_best_look_is_marked() -> None:
+    losses = (math.nan, 4.0, 2.5, 3.0, 2.5)
+    course = Course.of(SPEC, [a_look(12_345 * i, loss) for i, loss in enumerate(losses)])
+    assert course.best.step == 24_690
+    rows = looks_table(course).rows
+    assert [{getattr(cell, "mark", None) for cell in row} for row in rows] == [
+        {None}, {None}, {"best"}, {None}, {None},
+    ]  # fmt: skip
+    assert list(map(str, rows[2])) == ["24690", "2469", "2.5", "75.0", "50.0", "75.0", "0"]
+    page = training_page(course)
+    for words in ("KE trained on zsRE, m, 49380 steps", '<td class="number best">2.5</td>',
+                  "<dt>best step</dt><dd>24690</dd>", "<td>training.rate</td>"):  # fmt: skip
+        assert words in page
+    values = json.loads(json.dumps(training_values(course), allow_nan=False))
+    assert (values["best"]["step"], values["looks"][0]["loss"]) == (24_690, None)
+
+
+def test_the_figure_shows_each_look_and_the_best() -> None:
+    losses = (4.0, 2.5, 3.0)
+    course = Course.of(SPEC, [a_look(10 * i, loss) for i, loss in enumerate(losses)])
+    left, right = training_figure(course).axes
+    drawn = [
+        {x.get_label(): np.array(x.get_data()) for x in ax.get_lines()} for ax in (left, right)
+    ]
+    assert drawn[0]["in other words"][1].tolist() == [8.0, 5.0, 6.0]
+    assert drawn[1]["new object said"][1].tolist() == pytest.approx([0.6, 0.75, 0.7])
+    for lines in drawn:
+        assert lines["best look"][0].tolist() == [10, 10]
+
+
+def test_a_spec_without_its_settings_is_named() -> None:
+    with pytest.raises(BadRecord, match="no 'source'"):
+        Course.of({"model": "m"}, [a_look(0, 1.0)])
+
+
 # ---- on the command line
 
 
@@ -425,6 +482,54 @@ def test_train_edit_and_evaluate(run: Run, model: Path, data: Path, method: str)
     refused = run(*ask, *other, "--out", "scores")
     assert refused.code == 2
     assert "weights_sha256" in refused.err
+
+
+def test_a_training_is_reported(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    words = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "t")
+    assert run(*words).code == 0
+    told = run("report", "t")
+    assert told.code == 0, told.err
+    assert "MEND trained on towers" in told.out
+    assert "6 files; open t/report/index.html" in told.out
+    names = ("index.html", "table.md", "table.tex", "table.csv", "training.png", "training.pdf")
+    assert {path.name for path in Path("t/report").iterdir()} == set(names)
+    assert told.out.startswith(Path("t/report/table.md").read_text())
+    assert Path("t/report/training.png").read_bytes() == Path("t/training.png").read_bytes()
+    said = json.loads(run("report", "t", "--out", "r", "--json").out)
+    assert said["files"] == [f"r/{name}" for name in names]
+    assert (said["training"], said["method"], said["data"], said["steps"]) == (
+        "t", "mend", "towers", 6,
+    )  # fmt: skip
+    looks = [json.loads(line) for line in Path("t/records.jsonl").read_text().splitlines()]
+    assert said["looks"] == looks
+    assert said["best"] == min(looks, key=lambda look: look["loss"])
+    assert said["best"]["step"] == load_weights(Path("t") / WEIGHTS).trained["step"]
+    with Path("r/table.csv").open() as file:
+        assert [float(row["edit"]) for row in csv.DictReader(file)] == [x["edit"] for x in looks]
+    shutil.copytree("t", "u")
+    for asked, why in (
+        (("t", "--cases", "1"), "say nothing of a training"),
+        (("t", "--preset", "paper"), "say nothing of a training"),
+        (("t", "u"), "one training, or evaluations only; these are: t (train), u (train)"),
+    ):
+        refused = run("report", *asked)
+        assert (refused.code, why in refused.err) == (2, True), refused.err
+    probe = (
+        "import sys; sys.argv = ['factscope', 'report', 't', '--out', 'again']\n"
+        "from factscope.cli.main import app\n"
+        "app(standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    Path("u/records.jsonl").unlink()
+    refused = run("report", "u", "--out", "none")
+    assert refused.code == 2
+    assert "training of mend on towers has no look at its held-out examples yet" in refused.err
+    assert not Path("none").exists()
 
 
 def test_ray_gives_the_same_records(run: Run, model: Path, data: Path) -> None:

@@ -18,7 +18,9 @@ __all__ = ["report", "summary_values", "tell_sweep"]
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders that `factscope trace`, `evaluate` or `sweep` wrote."),
+        typer.Argument(
+            help="Folders that factscope `trace`, `evaluate`, `sweep` or `train` wrote."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to write; RUN/report by default.")
@@ -35,7 +37,7 @@ def report(
     """Draw figures and write tables and a page; needs no model.
 
     Of one run of traces the average effects, of any number of evaluations the paper's table, of one
-    sweep its points.
+    sweep its points, of one training its looks at what was held out.
     """
     from factscope.runs.folder import RunFolder
 
@@ -55,10 +57,15 @@ def report(
         if cases is not None or preset != "default":
             raise BadSetting("--cases and --preset say nothing of a sweep; leave them out")
         tell_sweep(folders[0], out, json)
+    elif kinds == {"train"} and len(folders) == 1:
+        if cases is not None or preset != "default":
+            raise BadSetting("--cases and --preset say nothing of a training; leave them out")
+        _training(folders[0], out, json)
     else:
         said = ", ".join(f"{folder.path} ({folder.command})" for folder in folders)
         raise BadSetting(
-            f"give one run of traces, one sweep, or evaluations only; these are: {said}"
+            "give one run of traces, one sweep, one training, or evaluations only; "
+            f"these are: {said}"
         )
 
 
@@ -131,6 +138,25 @@ def tell_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
         print_json({"sweep": str(run.path), "files": files, **sweep_values(sweep)})
         return
     results.print(as_markdown(sweep_table(sweep)), soft_wrap=True)
+    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+
+
+def _training(run: "RunFolder", out: Path | None, json: bool) -> None:
+    """How a training went."""
+    from factscope.analysis.training import Course
+    from factscope.report.tables import as_markdown
+    from factscope.report.training_run import write_training_report
+    from factscope.report.training_table import looks_table, training_values
+
+    course = Course.of(run.spec(), run.training_records())
+    folder = out or run.path / "report"
+    with doing("drawing"):
+        written = write_training_report(course, folder)
+    if json:
+        files = [str(path) for path in written]
+        print_json({"training": str(run.path), "files": files, **training_values(course)})
+        return
+    results.print(as_markdown(looks_table(course)), soft_wrap=True)
     results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
 
 

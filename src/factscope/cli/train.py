@@ -12,6 +12,7 @@ from factscope.cli.stats import parse_layers
 from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
+    from factscope.analysis.training import Course
     from factscope.records import TrainingRecord
     from factscope.runs.training import FromCases, FromText
 
@@ -74,6 +75,7 @@ def train(
 
     Then: factscope edit … --method mend --weights FOLDER/weights.safetensors
     """
+    from factscope.analysis.training import Course
     from factscope.learning.training import Training
     from factscope.lm.load import load
     from factscope.runs.training import TrainRun
@@ -106,7 +108,7 @@ def train(
 
     with working(f"training {method}") as done:
         weights = run.go_on(lm, folder, done=done, seen=seen)
-    _tell(folder.training_records(), weights, method, json)
+    _tell(Course.of(folder.spec(), folder.training_records()), weights, json)
 
 
 # ---- what was asked for
@@ -193,20 +195,19 @@ def _line(record: "TrainingRecord") -> str:
     )
 
 
-def _tell(records: "list[TrainingRecord]", weights: Path, method: str, json: bool) -> None:
+def _tell(course: "Course", weights: Path, json: bool) -> None:
     """The figure of the losses, and what to do next."""
     from factscope.report.save import save_figure
     from factscope.report.training_figures import training_figure
 
     figure = weights.with_name("training.png")
-    save_figure(training_figure(records, f"{method}, trained {records[-1].step} steps"), figure)
-    best = min(records, key=lambda record: record.loss)
+    save_figure(training_figure(course), figure)
     if json:
         files = {"weights": str(weights), "figure": str(figure)}
-        print_json({**files, "best": asdict(best), "last": asdict(records[-1])})
+        print_json({**files, "best": asdict(course.best), "last": asdict(course.looks[-1])})
         return
-    results.print(_line(best), soft_wrap=True)
+    results.print(_line(course.best), soft_wrap=True)
     results.print(
-        f"{weights}\nNext: factscope evaluate --method {method} --weights {weights} --out …",
+        f"{weights}\nNext: factscope evaluate --method {course.method} --weights {weights} --out …",
         soft_wrap=True,
     )

@@ -16,6 +16,7 @@ from factscope.report.look import LOOKS
 __all__ = [
     "FORMATS",
     "Cell",
+    "Marked",
     "Score",
     "Table",
     "as_csv",
@@ -49,7 +50,19 @@ class Score:
         return f"{mean:.1f}" if math.isnan(width) else f"{mean:.1f} ({width:.1f})"
 
 
-Cell = str | int | float | Estimate | Score | None
+@dataclass(frozen=True)
+class Marked:
+    """Another number that may be set apart."""
+
+    value: int | float
+    mark: Literal["best", "failure"] | None = None
+
+    def __str__(self) -> str:
+        """The number as it is read, without the mark."""
+        return written(self.value)
+
+
+Cell = str | int | float | Estimate | Score | Marked | None
 """None is a number that is not known."""
 
 
@@ -208,7 +221,7 @@ def written(cell: Cell) -> str:
 
 def csv_fields(cell: Cell) -> tuple[str | int | float, ...]:
     """A cell as fields; a NaN is an empty one."""
-    if isinstance(cell, Score):
+    if isinstance(cell, Score | Marked):
         cell = cell.value
     values = (cell.mean, cell.half_width) if isinstance(cell, Estimate) else (cell,)
     return tuple("" if value is None or value != value else value for value in values)
@@ -227,8 +240,8 @@ def is_words(table: Table, column: int) -> bool:
 def html_cell(cell: Cell) -> str:
     """One cell, numbers to the right."""
     kind = "" if isinstance(cell, str) else NUMBER
-    if isinstance(cell, Score) and cell.mark:
-        kind = f' class="number {cell.mark}"'
+    if mark := mark_of(cell):
+        kind = f' class="number {mark}"'
     return f"<td{kind}>{html.escape(written(cell))}</td>"
 
 
@@ -246,8 +259,8 @@ def latex_cell(cell: Cell) -> str:
 
 
 def mark_of(cell: Cell) -> str | None:
-    """A score's mark."""
-    return cell.mark if isinstance(cell, Score) else None
+    """A number's mark."""
+    return cell.mark if isinstance(cell, Score | Marked) else None
 
 
 def markdown_text(text: str) -> str:

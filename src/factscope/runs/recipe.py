@@ -17,7 +17,7 @@ method = "mend"
 weights = "trained"         # a run of `train` before this one, or a file
 
 [[report]]
-runs = ["rome"]             # all runs, if not said
+runs = ["rome"]             # all runs but trainings, if not said
 cases = "1,2"               # further flags of `factscope report`
 """
 
@@ -56,7 +56,7 @@ class Step:
     @property
     def reported(self) -> bool:
         """Whether `factscope report` can read what it leaves."""
-        return self.command in ("evaluate", "sweep") or "facts" in self.settings
+        return self.command in ("evaluate", "sweep", "train") or "facts" in self.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,8 @@ def _report(path: Path, said: dict[str, Any], steps: Sequence[Step], known: Know
     own = {key: value for key, value in said.items() if key not in ("name", "runs")}
     _no_others(path, ", report", own, known["report"])
     possible = [step.name for step in steps if step.reported]
-    runs = said.get("runs", possible)
+    results = [step.name for step in steps if step.reported and step.command != "train"]
+    runs = said.get("runs", results or possible)
     lost = [name for name in runs if name not in possible]
     if lost or not runs:
         raise BadSetting(
