@@ -1,15 +1,17 @@
 """factscope edit and generate, from words to files, on a tiny model, and each mistake."""
 
 import json
+import re
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from factscope.cli.edit_view import warn
 from factscope.cli.main import main
 from factscope.editing.edit_file import load_edit
 from factscope.editing.methods import METHODS
@@ -19,6 +21,7 @@ from factscope.evaluation.score import Ask, answers
 from factscope.facts import Fact
 from factscope.lm.load import load
 from factscope.records import EditRecord, read_records
+from test_edit_report import record, scores
 
 from commands import Result, Run, runner, saved_model
 
@@ -159,6 +162,24 @@ def test_an_edit_in_words(edit: Run, tmp_path: Path) -> None:
     assert (tmp_path / "rome.html").read_text().startswith("<!doctype")
     assert (tmp_path / "rome.png").read_bytes().startswith(b"\x89PNG")
     assert load_edit(tmp_path / "new" / "rome.edit").method == "rome"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_may_help_is_a_flag_of_the_method(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unmoved = scores("prompt", RIVER)
+    warn([record(method=method, prompts=(replace(unmoved, after=unmoved.before),))])
+    words = capsys.readouterr().err
+    named = set(re.findall(r"--([a-z-]+)", words))
+    called = {"layers": "layer", "most": "neurons"}
+    made = METHODS[method]["default"]
+    known = [*fields(made), *fields(getattr(made, "search", made))]
+    flags = {called.get(field.name, field.name).replace("_", "-") for field in known}
+    assert "method" in named
+    assert len(named) > 1
+    assert named - {"method"} <= flags
+    assert ("steps" in named) == (method not in ("kn", "mend", "ke")), words
 
 
 def test_an_edit_need_not_be_kept(edit: Run, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.records import EditRecord
 
-__all__ = ["draw_edit", "print_edit", "tell_many", "tell_one"]
+__all__ = ["draw_edit", "print_edit", "tell_many", "tell_one", "warn"]
+
+STRONGER = {
+    "kn": "a higher --new-weight, more --neurons, a lower --share",
+    "mend": "a higher --scale, --weights that were trained longer",
+    "ke": "a higher --scale, --weights that were trained longer",
+}
+"""Method → what may make a fact take; a method that has no row has a layer and steps."""
 
 
 def tell_one(
@@ -85,11 +92,11 @@ def print_edit(record: "EditRecord") -> None:
 def warn(records: "Sequence[EditRecord]") -> None:
     """Say which facts did not take."""
     for record in records:
-        after = record.own.after
+        after, what = record.own.after, STRONGER.get(record.method, "another --layer, more --steps")
         if after.old is not None and after.new <= after.old and record.own.new != record.own.old:
             notes.print(
                 f"{record.fact.text!r}: {record.own.old!r} is still likelier than "
-                f"{record.own.new!r}; try another --layer, more --steps or another --method",
+                f"{record.own.new!r}; try {what} or another --method",
                 style="yellow",
                 soft_wrap=True,
             )
