@@ -2,17 +2,20 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from factscope.editing import kept
+from factscope.editing import kept, values
 from factscope.editing.kept import NAME, Shelf
 from factscope.editing.problem import Problem, pose
 from factscope.editing.requests import request
+from factscope.editing.rome import Rome
 from factscope.editing.room import Room
 from factscope.editing.values import _looking
 from factscope.facts import Fact
+from factscope.lm import quick as lm_quick
 from factscope.lm.hooks import on_output
 from factscope.lm.model import LM
 from factscope.lm.recorded import Recorded
@@ -164,3 +167,42 @@ def test_a_hook_above_forbids_it() -> None:
         stack.enter_context(on_output((lm.mlp_out(2), lambda x: x * 2)))
         assert kept_for(problem) is None
     assert kept_for(problem) is not None
+
+
+class Played(Recorded):
+    """As on a GPU: the function that was recorded runs on the tensors that it was recorded with."""
+
+    graph: Any = "there is one"
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.function, self.cost = args[0], 0.0
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.function(*given)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_facts_one_after_another_with_all_that_is_kept(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = text_lm(family)
+    rome = Rome(layer=1, prefixes=PREFIXES, second_moment="identity", search=FEW)
+    facts = [FIRST, SAME_SHAPE, replace(FIRST, prompt="{} is"), replace(FIRST, target="Peru Rome")]
+    wanted = [rome.each(lm, [fact])[0] for fact in facts]
+    shelf = Shelf.of(lm)
+
+    def shelf_for(lm: LM) -> Shelf:
+        shelf.refresh(lm)
+        return shelf
+
+    monkeypatch.setattr(values, "shelf_for", shelf_for)
+    monkeypatch.setattr(values, "Recorded", Played)
+    monkeypatch.setattr(lm_quick, "_on_gpu", lambda weight: True)
+    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(slots=4, past=16, tokens=8, reads=32))
+    found = [rome.each(lm, [fact])[0] for fact in facts]
+    assert sorted(shelf.products) == list(range(lm.n_layers + 1))
+    assert len(shelf.recordings) < len(facts)
+    assert shelf.products[lm.n_layers]
+    for one, right in zip(found, wanted, strict=True):
+        change, plain = (next(iter(x.changes.values())).matrix() for x in (one, right))
+        assert 0 < (change - plain).norm() < 1e-3 * plain.norm()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Shelf", "quick_where_kept", "shelf_for"]
 
 SHARE = 1 / 16
-"""Of a GPU's memory, the most that a model's blocks may take for anything to be kept: products are
-copies of their weights."""
+"""Of a GPU's memory, the most that a model's blocks and head may take for anything to be kept:
+products are copies of their weights."""
 MOST = 16
 """So many recordings are kept; the one unused longest gives way."""
 NAME = "recorded searches"
@@ -43,7 +43,7 @@ class Shelf:
     memory: Any = None
     """The pool that recordings compute in: only one is ever played at a time."""
     products: dict[int, Products] = field(default_factory=dict)
-    """The quick products of a block."""
+    """The quick products of a block; after the last one's, those of the head."""
     version: int = 0
     """Grows whenever products come or go."""
     recordings: dict[Any, tuple[Problem, Recorded]] = field(default_factory=dict)
@@ -67,13 +67,23 @@ class Shelf:
         }
 
     def quick(self, lm: "LM", blocks: Iterable[int]) -> Quickly:
-        """Those blocks made quick, by the products that are kept, or that are kept from now on."""
+        """Those blocks made quick, by the products that are kept, or that are kept from now on.
+
+        The number after the last block's stands for the head.
+        """
         blocks = list(blocks)
         for i in blocks:
             if i not in self.products:
-                self.products[i] = products_of(lm.blocks[i])
+                head = i == lm.n_layers
+                part = lm.model.get_output_embeddings() if head else lm.blocks[i]
+                self.products[i] = products_of(part)
                 self.version += 1
         return Quickly(partial(_all_replaced, [self.products[i] for i in blocks]), self.version)
+
+    def quick_above(self, problem: Problem) -> Quickly:
+        """What makes looks at a problem faster."""
+        lm = problem.lm
+        return self.quick(lm, range(problem.layer, lm.n_layers + splits(lm.dtype)))
 
     def quick_run(self, lm: "LM", layer: int) -> Quickly | None:
         """What makes one run faster; None where a GPU is told such products more slowly than it
@@ -129,7 +139,8 @@ def _all_replaced(products: Sequence[Products]) -> Iterator[None]:
 
 
 def _may_keep(lm: "LM") -> bool:
-    weights = [weight for block in lm.blocks for weight in block.parameters()]
+    head = lm.model.get_output_embeddings()
+    weights = [weight for part in (*lm.blocks, head) for weight in part.parameters()]
     if any(weight.device != lm.device for weight in weights):
         return False
     total = torch.cuda.get_device_properties(lm.device).total_memory

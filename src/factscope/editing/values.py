@@ -103,7 +103,7 @@ def _descend(
     problem: Problem, done: Done, shelf: Shelf | None, *, split_products: bool = True
 ) -> tuple[Float[Tensor, "fact width"], list[list[float]]]:
     """Adam on every δ; a fact that is done keeps its δ and, when that pays, leaves the batch."""
-    lm, steps = problem.lm, problem.search.looks
+    steps = problem.search.looks
     corrections = problem.size.new_tensor(
         [[1 - 0.9**step, 1 - 0.999**step] for step in range(1, steps + 1)]
     )
@@ -111,11 +111,10 @@ def _descend(
     with ExitStack() as stack:
         look = None if shelf is None else shelf.take(problem)
         if look is None:
-            above = range(problem.layer, lm.n_layers)
             stack.enter_context(
-                quick_blocks([lm.blocks[i] for i in above], split_products=split_products)
+                quick_blocks(problem.lm.blocks[problem.layer :], split_products=split_products)
                 if shelf is None
-                else shelf.quick(lm, above)()
+                else shelf.quick_above(problem)()
             )
             if problem.apart:
                 stack.enter_context(short_attention(problem.hidden.device))

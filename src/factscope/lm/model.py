@@ -111,7 +111,8 @@ class LM:
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits of a state that the final norm has seen."""
         output = self.model.get_output_embeddings()
-        if states.is_cuda and states.dim() == 2 and output.bias is None:
+        plain = "forward" not in vars(output)  # nobody answers for it, such as `lm.quick`
+        if plain and states.is_cuda and states.dim() == 2 and output.bias is None:
             # The same product the other way round: GPT-2's odd vocabulary then lies along the
             # axis that need not be aligned, and the kernel is three times as fast.
             logits = (output.weight @ states.T).T

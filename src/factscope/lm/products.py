@@ -18,12 +18,12 @@ infinite and is seen in the result: whoever uses this looks, and falls back.
 import importlib.util
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float16
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["available", "half_product", "split_product"]
 
@@ -33,8 +33,10 @@ LIFT = 64.0
 """Weights are multiplied by this power of two, or their low parts would fall below the range."""
 STRETCH = 1600
 """How many products tensor cores may sum before the sum is rounded properly."""
+EVEN = 8
+"""Kernels like widths that are multiples of this."""
 SPARE = 8
-"""Columns of ones beside an input, for the bias; kernels like multiples of eight."""
+"""Columns of ones beside an input, for the bias."""
 
 Product = Callable[[Float[Tensor, "*row in"]], Float[Tensor, "*row out"]]
 
@@ -77,28 +79,36 @@ def half_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Produc
 
 
 def split_product(weight: Float[Tensor, "in out"], bias: Tensor | None) -> Product:
-    """x ↦ x W + b with 22 bits of mantissa."""
+    """x ↦ x W + b with 22 bits of mantissa. An odd width, as a vocabulary's, is filled up."""
     depth, width = weight.shape
+    wide = width + -width % EVEN
+    if wide > width:
+        weight, bias = _filled(weight, wide), None if bias is None else _filled(bias, wide)
     low_high = torch.cat(_split(weight * LIFT)[::-1])
     low, high = low_high[:depth], low_high[depth:]
     fused = _fused(weight.device, depth) and _fused(weight.device, width)
 
     def product(x: Tensor) -> Tensor:
-        both = _side_by_side(x.flatten(0, -2), fused=fused)
+        both = _side_by_side(x.flatten(0, -2), depth, fused=fused)
         total = _plus_times(bias, both, low_high)  # the two small terms at once
         for i in range(0, depth, STRETCH):
             end = min(depth, i + STRETCH)
             _add_times(total, both[:, i:end], high[i:end])
-        return total.view(*x.shape[:-1], width)
+        return total[:, :width].unflatten(0, x.shape[:-1])
 
     def back(slope: Tensor) -> Tensor:
-        both = _side_by_side(slope.flatten(0, -2), fused=fused)
-        total = _plus_times(None, both[:, width:], high.T)
-        _add_times(total, both[:, :width], low.T)
-        _add_times(total, both[:, :width], high.T)
+        both = _side_by_side(slope.flatten(0, -2), wide, fused=fused)
+        total = _plus_times(None, both[:, wide:], high.T)
+        _add_times(total, both[:, :wide], low.T)
+        _add_times(total, both[:, :wide], high.T)
         return total.view(*slope.shape[:-1], depth)
 
     return _differentiable(product, back)
+
+
+def _filled(x: Float[Tensor, "... column"], wide: int) -> Float[Tensor, "... wide"]:
+    """The same with zeros behind."""
+    return nn.functional.pad(x, (0, wide - x.shape[-1]))
 
 
 class _Multiplied(torch.autograd.Function):
@@ -134,16 +144,18 @@ def _split(x: Float[Tensor, "row column"]) -> tuple[Float16[Tensor, "row column"
 
 
 def _side_by_side(
-    x: Float[Tensor, "row column"], *, fused: bool
-) -> Float16[Tensor, "row two_columns"]:
-    """The same two halves, beside each other in one matrix."""
+    x: Float[Tensor, "row column"], wide: int, *, fused: bool
+) -> Float16[Tensor, "row two_wide"]:
+    """The same two halves, beside each other in one matrix, each so wide."""
     rows, columns = x.shape
-    both = torch.empty(rows, 2 * columns, dtype=torch.half, device=x.device)
+    both = torch.empty(rows, 2 * wide, dtype=torch.half, device=x.device)
     if fused:
         _halves_into(x, both, low=True)
-    else:
-        both[:, :columns] = x
-        torch.sub(x, both[:, :columns], out=both[:, columns:])
+        return both
+    both[:, :columns] = x
+    torch.sub(x, both[:, :columns], out=both[:, wide : wide + columns])
+    if wide > columns:
+        both[:, columns:wide] = both[:, wide + columns :] = 0
     return both
 
 
@@ -173,10 +185,9 @@ def _fused(device: torch.device, columns: int) -> bool:
     x = torch.linspace(-3, 3, 2 * columns, device=device).view(2, columns)
     x[1, -1] = 1e6  # beyond half precision's range: both must say so
     try:
-        return all(
-            torch.equal(form(x, fused=True), form(x, fused=False))
-            for form in (_side_by_side, _with_ones)
-        )
+        wide = columns + -columns % EVEN
+        forms = (partial(_side_by_side, wide=wide), _with_ones)
+        return all(torch.equal(form(x, fused=True), form(x, fused=False)) for form in forms)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers fail in many ways; torch's operations are always there

@@ -31,6 +31,8 @@ MANY = 8
 SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
 
+LINEAR = ("Linear", "Conv1D")
+"""Modules that multiply by a matrix and add a bias; Falcon's own kind is changed in place after."""
 
 Products = dict[nn.Module, Callable[..., Any]]
 """Modules, and what answers their calls instead."""
@@ -87,7 +89,7 @@ def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | N
     kind = type(module).__name__
     if kind in SPELLED_OUT:
         return _gelu
-    if kind not in ("Linear", "Conv1D") or not module.weight.is_cuda:
+    if kind not in LINEAR or not _on_gpu(module.weight):
         return None
     weight = module.weight if kind == "Conv1D" else module.weight.T
     if weight.dtype == torch.float32 and split_products and available(weight.device):
@@ -97,6 +99,10 @@ def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | N
         turned = weight.T.contiguous()
         return lambda x: nn.functional.linear(x, turned, module.bias)
     return None
+
+
+def _on_gpu(weight: Tensor) -> bool:
+    return weight.is_cuda
 
 
 def _gelu(x: Tensor) -> Tensor:
