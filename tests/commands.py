@@ -1,5 +1,7 @@
 """Commands run as a user runs them, on a tiny model in a folder."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from factscope.cli.main import main
 from families import tiny_model
 from tokenizers_ import tokenizer
 
-__all__ = ["Result", "Run", "runner", "saved_model"]
+__all__ = ["Result", "Run", "reported_without_torch", "runner", "saved_model"]
 
 
 class Result(NamedTuple):
@@ -57,3 +59,19 @@ def runner(
         return Result(int(stopped.value.code or 0), shown.out, shown.err)
 
     return run
+
+
+def reported_without_torch(folder: Path, run: str) -> str:
+    """What a fresh process prints that reports a run into `again` and never loads torch."""
+    probe = (
+        f"import sys; sys.argv = ['factscope', 'report', {run!r}, '--out', 'again']\n"
+        "from factscope.cli.main import app\n"
+        "app(standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=folder, check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -6,7 +6,11 @@ import torch
 import transformers
 
 from factscope.lm.arch import arch_of
+from factscope.lm.load import from_model
 from factscope.lm.model import LM
+
+from tokenizers_ import FAMILIES as STYLES
+from tokenizers_ import tokenizer
 
 VOCABULARY = 100
 LAYERS = 3
@@ -91,6 +95,15 @@ def tiny_model(family: str, *, vocabulary: int = VOCABULARY, spread: float = 0.2
             torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=spread)
         model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def reader(
+    family: str, *, spread: float, style: str | None = None, dtype: torch.dtype = torch.float32
+) -> LM:
+    """The same as an LM that reads words, by its family's kind of tokenizer if no other is said."""
+    words = tokenizer(style or STYLES[FAMILIES[family][0]])
+    model = tiny_model(family, vocabulary=len(words), spread=spread).to(dtype)
+    return from_model(model, words, name=f"tiny {family}", check=False)
 
 
 def tiny(family: str) -> LM:

@@ -17,13 +17,10 @@ from factscope.editing.requests import target_ids
 from factscope.editing.rows import edited
 from factscope.errors import BadEdit, BadFact, BadSetting, NoProgress, OutOfMemory
 from factscope.facts import Fact
-from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
-from families import FAMILIES, tiny_model
-from tokenizers_ import FAMILIES as STYLES
-from tokenizers_ import tokenizer
+from families import FAMILIES, reader
 
 FACTS = [
     Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Rome"),
@@ -46,9 +43,7 @@ and BLOOM's softmax rounds to float32."""
 
 
 def small(family: str, dtype: torch.dtype = torch.float32) -> LM:
-    words = tokenizer(STYLES[FAMILIES[family][0]])
-    model = tiny_model(family, vocabulary=len(words), spread=0.1).to(dtype)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    return reader(family, spread=0.1, dtype=dtype)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -20,14 +20,11 @@ from factscope.editing.neurons import MINOR, attribute
 from factscope.errors import BadFact, BadSetting, NoProgress, OutOfMemory
 from factscope.facts import Case, Fact
 from factscope.lm.hooks import on_pass
-from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.tracing.gradients import quadrature
 
-from families import FAMILIES, tiny, tiny_model
-from tokenizers_ import FAMILIES as STYLES
-from tokenizers_ import tokenizer
+from families import FAMILIES, reader, tiny
 
 READINGS = [
     Reading(ids=(5, 9, 20, 33, 4), at=4, answer=17),
@@ -48,9 +45,7 @@ SMALL = KN(prefixes=PREFIXES, steps=3, tolerance=None, threshold=0.4, share=0.4,
 
 
 def small(family: str) -> LM:
-    words = tokenizer(STYLES[FAMILIES[family][0]])
-    model = tiny_model(family, vocabulary=len(words), spread=0.2)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    return reader(family, spread=0.2)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -25,13 +25,10 @@ from factscope.editing.requests import request
 from factscope.editing.rows import edited
 from factscope.errors import BadFact, BadSetting, BadWeights, NoProgress
 from factscope.facts import Fact
-from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
-from families import FAMILIES, tiny_model
-from tokenizers_ import FAMILIES as STYLES
-from tokenizers_ import tokenizer
+from families import FAMILIES, reader
 
 FACTS = [
     Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Rome"),
@@ -42,9 +39,7 @@ EDITORS: dict[str, type[Learned]] = {"mend": Mend, "ke": Ke}
 
 
 def small(family: str) -> LM:
-    words = tokenizer(STYLES[FAMILIES[family][0]])
-    model = tiny_model(family, vocabulary=len(words), spread=0.1)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    return reader(family, spread=0.1)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -17,14 +17,12 @@ from factscope.editing.requests import Request, Row, essence_row, padded, reques
 from factscope.errors import BadFact, BadSetting, NoProgress
 from factscope.facts import Fact
 from factscope.lm.hooks import on_call, on_output
-from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.stats.find import file_name
 from factscope.stats.moment import SecondMoment
 from factscope.stats.moment_file import save_moment
 
-from families import FAMILIES, tiny_model
-from tokenizers_ import tokenizer
+from families import FAMILIES, reader
 
 # Short ways from the subject to the end: some tiny models see four tokens back, and no further.
 FACTS = [
@@ -57,9 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def text_lm(family: str) -> LM:
     """A tiny model that reads text."""
-    words = tokenizer("gpt2")
-    model = tiny_model(family, vocabulary=len(words), spread=0.3)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    return reader(family, spread=0.3, style="gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class Tape:
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tape]]:
     """Passes are recorded and rows get room, as on a GPU."""
     monkeypatch.setattr(module, "_plays", lambda lm: True)
-    monkeypatch.setattr(module, "_recorded", Tape)
+    monkeypatch.setattr(module, "Recorded", Tape)
     monkeypatch.setattr(module, "_memory", lambda device: 1 << 40)
     room = Room(slots=4, past=16, tokens=8, reads=32)
     monkeypatch.setattr(Room, "of", lambda lm, facts: room if facts == 1 else Room())

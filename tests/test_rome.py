@@ -17,12 +17,11 @@ from factscope.editing.values import Sought
 from factscope.errors import BadFact, BadSetting, BadStats, NoProgress
 from factscope.facts import Fact
 from factscope.lm.arch import arch_of
-from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.stats.moment import SecondMoment
 
-from families import FAMILIES, tiny_model
-from tokenizers_ import STYLES, tokenizer
+from families import FAMILIES, reader
+from tokenizers_ import STYLES
 
 # Short ways from the subject to the end: some tiny models see four tokens back, and no further.
 FACTS = [
@@ -55,9 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def text_lm(family: str, style: str = "gpt2") -> LM:
     """A tiny model that reads text."""
-    words = tokenizer(style)
-    model = tiny_model(family, vocabulary=len(words), spread=0.3)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    return reader(family, spread=0.3, style=style)
 
 
 def moment_of(lm: LM, layer: int) -> SecondMoment:

@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from factscope.runs.sweep_folder import read_failures, read_sweep
 from factscope.stats import collect as collecting
 from test_evaluating import record
 
-from commands import Result, Run, runner, saved_model
+from commands import Result, Run, reported_without_torch, runner, saved_model
 
 TOKENS = "subject-last,subject-first,after-subject,last"
 
@@ -278,18 +275,8 @@ def test_the_table_says_what_the_records_say(run: Run, tmp_path: Path) -> None:
 def test_the_report_draws_a_sweep_again_without_torch(run: Run, tmp_path: Path) -> None:
     shown = run("sweep", "--method", "ft", "--layers", "0,1", "--limit", 2, "--out", "sweep").out
     shutil.rmtree(tmp_path / "sweep" / "report")
-    probe = (
-        "import sys; sys.argv = ['factscope', 'report', 'sweep', '--out', 'again']\n"
-        "from factscope.cli.main import app\n"
-        "app(standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path, check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert shown.splitlines()[:7] == done.stdout.splitlines()[:7]
+    again = reported_without_torch(tmp_path, "sweep")
+    assert shown.splitlines()[:7] == again.splitlines()[:7]
     assert (tmp_path / "again" / "sweep.pdf").is_file()
 
 

@@ -3,11 +3,8 @@
 import csv
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +36,7 @@ from factscope.runs.folder import WEIGHTS
 from factscope.runs.training import CHECKPOINT, FromCases, FromText, TrainRun
 from test_evaluating import record
 
-from commands import Run, runner, saved_model
+from commands import Run, reported_without_torch, runner, saved_model
 from processes import begun
 
 EDITORS = {"mend": Mend, "ke": Ke}
@@ -514,17 +511,7 @@ def test_a_training_is_reported(run: Run, model: Path, data: Path, tmp_path: Pat
     ):
         refused = run("report", *asked)
         assert (refused.code, why in refused.err) == (2, True), refused.err
-    probe = (
-        "import sys; sys.argv = ['factscope', 'report', 't', '--out', 'again']\n"
-        "from factscope.cli.main import app\n"
-        "app(standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path, check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    reported_without_torch(tmp_path, "t")
     Path("u/records.jsonl").unlink()
     refused = run("report", "u", "--out", "none")
     assert refused.code == 2

@@ -10,6 +10,11 @@ from factscope.cli.show import doing, print_json, results
 from factscope.errors import BadRecord, BadSetting
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.text import Text
+
+    from factscope.report.tables import Table
     from factscope.runs.folder import RunFolder
 
 __all__ = ["report", "summary_values", "tell_sweep"]
@@ -73,7 +78,7 @@ def _traces(run: "RunFolder", out: Path | None, *, paper: bool, json: bool) -> N
     """Average effects of one run."""
     from factscope.analysis.effects import average_kinds
     from factscope.report.run import write_report
-    from factscope.report.tables import as_markdown, summary_table
+    from factscope.report.tables import summary_table
 
     pooling = "tokens" if paper else "facts"
     records = run.records()
@@ -85,10 +90,9 @@ def _traces(run: "RunFolder", out: Path | None, *, paper: bool, json: bool) -> N
         written = write_report(records, folder, title=title, pooling=pooling, paper_roles=paper)
     effects = average_kinds(records, pooling=pooling, paper_roles=paper)
     if json:
-        print_json({"files": [str(p) for p in written], "summary": _numbers(effects)})
-        return
-    results.print(as_markdown(summary_table(effects)), soft_wrap=True)
-    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+        print_json({"files": _words(written), "summary": _numbers(effects)})
+    else:
+        _show([summary_table(effects)], written)
 
 
 def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, json: bool) -> None:
@@ -97,7 +101,6 @@ def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, j
     from factscope.report.evaluation_run import write_evaluation_report
     from factscope.report.evaluation_table import evaluation_tables
     from factscope.report.samples import samples_of, samples_text
-    from factscope.report.tables import as_markdown
 
     if out is None and len(runs) > 1:
         raise BadSetting("several runs have one report; say where with --out FOLDER")
@@ -114,37 +117,30 @@ def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, j
         written = write_evaluation_report(records, folder, title, cases=chosen, rows=found)
     if json:
         plain = [summary_values(summary) for summary in found]
-        print_json({"files": [str(p) for p in written], "summaries": plain})
+        print_json({"files": _words(written), "summaries": plain})
         return
-    for table in evaluation_tables(found):
-        results.print(as_markdown(table), soft_wrap=True)
-    for samples in samples_of(records, chosen) if chosen else ():
-        results.print(samples_text(samples))
-    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+    texts = [samples_text(samples) for samples in samples_of(records, chosen)] if chosen else ()
+    _show(evaluation_tables(found), written, texts)
 
 
 def tell_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
     """A sweep's report, and its table."""
     from factscope.report.sweep_run import write_sweep_report
     from factscope.report.sweep_table import sweep_table, sweep_values
-    from factscope.report.tables import as_markdown
     from factscope.runs.sweep_folder import read_sweep
 
     sweep, folder = read_sweep(run.path), out or run.path / "report"
     with doing("drawing"):
         written = write_sweep_report(sweep, folder)
     if json:
-        files = [str(path) for path in written]
-        print_json({"sweep": str(run.path), "files": files, **sweep_values(sweep)})
-        return
-    results.print(as_markdown(sweep_table(sweep)), soft_wrap=True)
-    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+        print_json({"sweep": str(run.path), "files": _words(written), **sweep_values(sweep)})
+    else:
+        _show([sweep_table(sweep)], written)
 
 
 def _training(run: "RunFolder", out: Path | None, json: bool) -> None:
     """How a training went."""
     from factscope.analysis.training import Course
-    from factscope.report.tables import as_markdown
     from factscope.report.training_run import write_training_report
     from factscope.report.training_table import looks_table, training_values
 
@@ -153,11 +149,26 @@ def _training(run: "RunFolder", out: Path | None, json: bool) -> None:
     with doing("drawing"):
         written = write_training_report(course, folder)
     if json:
-        files = [str(path) for path in written]
-        print_json({"training": str(run.path), "files": files, **training_values(course)})
-        return
-    results.print(as_markdown(looks_table(course)), soft_wrap=True)
-    results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
+        print_json({"training": str(run.path), "files": _words(written), **training_values(course)})
+    else:
+        _show([looks_table(course)], written)
+
+
+def _words(written: "Sequence[Path]") -> list[str]:
+    return [str(path) for path in written]
+
+
+def _show(
+    tables: "Sequence[Table]", written: "Sequence[Path]", more: "Sequence[Text]" = ()
+) -> None:
+    """The tables, and where the page is: the first of the files."""
+    from factscope.report.tables import as_markdown
+
+    for table in tables:
+        results.print(as_markdown(table), soft_wrap=True)
+    for text in more:
+        results.print(text)
+    results.print(f"{len(written)} files; open {written[0]}", soft_wrap=True)
 
 
 def summary_values(summary: Any) -> dict[str, Any]:

@@ -38,9 +38,11 @@ class Editor(Protocol):
         """One edit that writes all the facts together."""
         ...
 
-    def each(self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...) -> list[Edit]:
+    def each(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+    ) -> list[Edit]:
         """An edit for each fact alone, as if the others were not there; solved in batches."""
-        ...
+        return all_of(self.attempt(lm, facts, done=done))
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...

@@ -27,7 +27,7 @@ from factscope.editing.descent import (
     taught,
 )
 from factscope.editing.edit import Dense, Edit
-from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.editor import Done, Editor, all_of, each_or_error
 from factscope.editing.finetune_defaults import Method, defaults
 from factscope.editing.guard import with_health
 from factscope.editing.requests import Request, requests_of
@@ -44,7 +44,7 @@ Preset = Literal["default", "paper"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTune:
+class FineTune(Editor):
     """Adam on the weights of one layer; `ft`, `ft_l` and `attn_edit` make the paper's three."""
 
     layer: int | None = None
@@ -116,20 +116,14 @@ class FineTune:
         ready = self.ready(lm)
         return with_health(lm, [ready.together(all_of(requests_of(lm, facts)), done)])[0]
 
-    def each(
+    def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone, as if the others were not there.
+    ) -> list[Edit | FactscopeError]:
+        """An edit for each fact alone, or why there is none.
 
         An edit is as large as the weights that it changes, and is kept in main memory: for large
         models, come with some hundred facts at a time.
         """
-        return all_of(self.attempt(lm, facts, done=done))
-
-    def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit | FactscopeError]:
-        """An edit for each fact alone, or why there is none."""
         ready = self.ready(lm)
         edits = each_or_error(requests_of(lm, facts), lambda asked: ready.apart(asked, done))
         return each_or_error(edits, lambda edits: with_health(lm, edits))

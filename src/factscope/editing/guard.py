@@ -1,7 +1,7 @@
 """Measuring the guard rails of edits: how large, and what they do to a plain text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -81,24 +81,39 @@ def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = Tru
     many = len(edits) >= MANY
     quick = _quick(lm, many) if quickly else None
     factors = {} if many else factors_by_row(lm, edits)
-
-    def losses(ids: Tensor, *flat: Tensor) -> Tensor:
-        """The text's loss in every row, under that row's edit."""
-        pairs = dict(zip(factors, zip(flat[::2], flat[1::2], strict=True), strict=True))
-        under = shifted(lm, pairs) if pairs else edited(lm, edits, range(len(edits)))
-        with under, quick() if quick else nullcontext():
-            model = lm.model.base_model
-            states = model(ids.expand(len(edits), -1), use_cache=False).last_hidden_state
-        return torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
-
     if factors:
-        name = ("plain text", tuple(factors), quick and quick.version)
-        found = played(lm, name, losses, ids, *(x for pair in factors.values() for x in pair))
+        found = _losses_by_factors(lm, ids, factors, quick)
     else:
-        found = losses(ids)
+        with edited(lm, edits, range(len(edits))):
+            found = _losses(lm, ids, len(edits), quick)
     if quick and not found.isfinite().all():  # quick products may have left their range
         return _perplexities(lm, edits, quickly=False)
     return [x if math.isfinite(x) else math.inf for x in found.double().exp().tolist()]
+
+
+def _losses_by_factors(
+    lm: "LM", ids: Int[Tensor, "1 token"], factors: Mapping[str, tuple[Tensor, Tensor]],
+    quick: Quickly | None,
+) -> Float[Tensor, " row"]:  # fmt: skip
+    """The text's loss under each row's factors: a pass that every edit of the kind takes."""
+    A, _ = next(iter(factors.values()))
+
+    def losses(ids: Tensor, *flat: Tensor) -> Tensor:
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        with shifted(lm, dict(zip(factors, pairs, strict=True))):
+            return _losses(lm, ids, len(A), quick)
+
+    name = ("plain text", tuple(factors), quick and quick.version)
+    return played(lm, name, losses, ids, *(x for pair in factors.values() for x in pair))
+
+
+def _losses(
+    lm: "LM", ids: Int[Tensor, "1 token"], rows: int, quick: Quickly | None
+) -> Float[Tensor, " row"]:
+    """The text's loss in so many rows, as they are edited now."""
+    with quick() if quick else nullcontext():
+        states = lm.model.base_model(ids.expand(rows, -1), use_cache=False).last_hidden_state
+    return torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
 
 
 def _quick(lm: "LM", many: bool) -> Quickly | None:

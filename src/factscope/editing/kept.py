@@ -7,17 +7,17 @@ for most facts (`editing.room`). The quick products (`lm.quick`) that a recordin
 not go before it; they also make the run before the next search faster.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factscope.editing.problem import Problem
-from factscope.lm.quick import Products, Quickly, products_of, replaced, splits
+from factscope.lm.hooks import hooked
+from factscope.lm.quick import Products, Quickly, all_replaced, products_of, splits
 from factscope.lm.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class Shelf:
                 part = lm.model.get_output_embeddings() if head else lm.blocks[i]
                 self.products[i] = products_of(part)
                 self.version += 1
-        return Quickly(partial(_all_replaced, [self.products[i] for i in blocks]), self.version)
+        chosen = {m: forward for i in blocks for m, forward in self.products[i].items()}
+        return Quickly(partial(all_replaced, chosen), self.version)
 
     def quick_above(self, problem: Problem) -> Quickly:
         """What makes looks at a problem faster."""
@@ -95,7 +96,7 @@ class Shelf:
     def take(self, problem: Problem) -> Recorded | None:
         """A recording of this shape, with the problem's numbers put in place of the old ones."""
         form = _form(problem)
-        if form not in self.recordings or _hooked(problem.modules):
+        if form not in self.recordings or hooked(problem.modules):
             return None
         old, look = self.recordings[form] = self.recordings.pop(form)  # now the newest
         for place, new in zip(_tensors(old), _tensors(problem), strict=True):
@@ -104,7 +105,7 @@ class Shelf:
 
     def add(self, problem: Problem, look: Recorded) -> None:
         """Keep the recording of a problem's search."""
-        if _hooked(problem.modules) or any(look is one for _, one in self.recordings.values()):
+        if hooked(problem.modules) or any(look is one for _, one in self.recordings.values()):
             return
         while len(self.recordings) >= MOST:
             del self.recordings[next(iter(self.recordings))]
@@ -127,15 +128,6 @@ def quick_where_kept(lm: "LM") -> Quickly | None:
     """Blocks whose products are kept made quick, where that makes a single run faster."""
     shelf = shelf_for(lm) if NAME in lm.kept and splits(lm.dtype) else None
     return None if shelf is None else shelf.quick(lm, list(shelf.products))
-
-
-@contextmanager
-def _all_replaced(products: Sequence[Products]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for some in products:
-            for module, forward in some.items():
-                stack.enter_context(replaced(module, forward))
-        yield
 
 
 def _may_keep(lm: "LM") -> bool:
@@ -190,8 +182,3 @@ def _tensors(problem: Problem) -> list[Tensor]:
     above, past = slice(problem.layer, None), problem.view.past
     keys = [x[:, :, :past] for x in (*problem.run.keys[above], *problem.run.values[above])]
     return [*own, *problem.replay.made, *keys]
-
-
-def _hooked(modules: Sequence[nn.Module]) -> bool:
-    """Whether something else is called in these modules, which a recording would not know of."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from factscope.editing.batches import halving
 from factscope.editing.edit import Change, Edit, LowRank, added
-from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.editor import Done, Editor, all_of, each_or_error
 from factscope.editing.guard import with_health
 from factscope.editing.neuron_paths import Reading, Site
 from factscope.editing.neurons import Attributed, attribute
@@ -43,7 +43,7 @@ MOST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class KN:
+class KN(Editor):
     """The method with its settings."""
 
     steps: int = 4
@@ -128,12 +128,6 @@ class KN:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm)
         return with_health(lm, [ready.edit(all_of(ready.sought(facts, done)))])[0]
-
-    def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone."""
-        return all_of(self.attempt(lm, facts, done=done))
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from factscope.editing.defaults import memit_defaults
 from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.editor import Done, Editor, all_of, each_or_error
 from factscope.editing.guard import with_health
 from factscope.editing.layers import check_layer
 from factscope.editing.moments import Moment, settle_moment, told
@@ -43,7 +43,7 @@ FACTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memit:
+class Memit(Editor):
     """The method with its settings."""
 
     layers: tuple[int, ...] | None = None
@@ -83,12 +83,6 @@ class Memit:
         ready = self.ready(lm)
         sought = all_of(ready.sought(facts, done))
         return with_health(lm, ready.insert(sought, [list(range(len(sought)))]))[0]
-
-    def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone."""
-        return all_of(self.attempt(lm, facts, done=done))
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from factscope.editing.defaults import rome_defaults
 from factscope.editing.edit import Change, Edit
-from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.editor import Done, Editor, all_of, each_or_error
 from factscope.editing.guard import with_health
 from factscope.editing.insertion import division_factors, insert, insert_each
 from factscope.editing.layers import Layer, layer_for
@@ -41,7 +41,7 @@ __all__ = ["PAPER", "R_ROME", "Ready", "Rome"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rome:
+class Rome(Editor):
     """The method with its settings."""
 
     layer: Layer = None
@@ -84,12 +84,6 @@ class Rome:
             return ready.in_turn(facts, done)
         edit, factor = ready.edit(all_of(ready.sought(facts, done)))
         return with_health(lm, [edit], [factor])[0]
-
-    def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone."""
-        return all_of(self.attempt(lm, facts, done=done))
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None

@@ -42,15 +42,12 @@ def edited(
     Without `rows`, row i sees edit i. One edit and no `rows`: every row sees it.
     """
     shifts: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
-    for edit in edits:
-        if edit is not None:
-            edit.check(lm)
+    by_weight = _by_weight(lm, edits)
     seats = list(range(len(edits))) if rows is None else list(rows)
     if wrong := [seat for seat in seats if not 0 <= seat < len(edits)]:
         raise BadEdit(f"a row asks for edit {wrong[0]}, but there are {len(edits)}, from 0 on")
     everyone = rows is None and len(edits) == 1
-    for name in dict.fromkeys(name for edit in edits if edit is not None for name in edit.changes):
-        changes = [None if edit is None else edit.changes.get(name) for edit in edits]
+    for name, changes in by_weight.items():
         module, kind = linear_of(lm, name), name.rpartition(".")[2]
         if module is None:
             raise BadEdit(
@@ -73,12 +70,8 @@ def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Te
 
     Nothing where an edit has a change that is too large for that, or of a bias.
     """
-    for edit in edits:
-        if edit is not None:
-            edit.check(lm)
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in dict.fromkeys(name for edit in edits if edit is not None for name in edit.changes):
-        changes = [None if edit is None else edit.changes.get(name) for edit in edits]
+    for name, changes in _by_weight(lm, edits).items():
         small = [c for c in changes if c is None or (isinstance(c, LowRank) and c.rank <= FEW)]
         if len(small) < len(changes) or linear_of(lm, name) is None:
             return {}
@@ -99,6 +92,17 @@ def shifted(lm: "LM", factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[
         shifts.append((module, _adding(_by_factors(A, B), len(A))))
     with on_pass(*shifts):
         yield
+
+
+def _by_weight(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, list[Change | None]]:
+    """For each weight that an edit changes, every edit's change; they must be for this model."""
+    there = [edit for edit in edits if edit is not None]
+    for edit in there:
+        edit.check(lm)
+    names = dict.fromkeys(name for edit in there for name in edit.changes)
+    return {
+        name: [None if edit is None else edit.changes.get(name) for edit in edits] for name in names
+    }
 
 
 def linear_of(lm: "LM", name: str) -> nn.Module | None:

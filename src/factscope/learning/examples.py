@@ -129,7 +129,6 @@ class TextLessons:
     tokens: int = 10
     """How many tokens are drawn: an edit teaches these."""
     seed: int = 0
-
     written: dict[int, list[Example]] = field(default_factory=dict, compare=False, repr=False)
     """What was written so far: `AT_ONCE` examples together, by the number of the first."""
 

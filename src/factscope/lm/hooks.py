@@ -11,7 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["on_call", "on_output", "on_pass"]
+__all__ = ["hooked", "on_call", "on_output", "on_pass"]
+
+
+def hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether something is called in these modules beside their own code."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from factscope.lm.hooks import hooked
 from factscope.lm.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T
     Whatever changes from one call to another must be among the given tensors or in the name. What
     is returned is overwritten by the next pass of its kind.
     """
-    if not _plays(lm) or _hooked(lm.model):
+    if not _plays(lm) or hooked(_below(lm.model)):  # a recording would not know of the hooks
         return function(*given)
     passes: dict[Any, _Pass] = lm.kept.setdefault(NAME, {})
     shapes = tuple((x.shape, x.dtype) for x in given)
@@ -57,15 +58,15 @@ class _Pass:
     """A pass of one kind, and how often it came."""
 
     times: int = 0
-    tape: Recorded | None = None
+    tape: Recorded[Any] | None = None
 
     def __call__(self, function: Callable[..., T], given: tuple[Tensor, ...]) -> T:
         self.times += 1
         if self.tape is not None:
-            return self.tape(*given)  # pyright: ignore[reportReturnType]
+            return self.tape(*given)
         result = function(*given)
         if self.times == 2 and _bytes(result) <= SHARE * _memory(given[0].device):
-            tape = _recorded(function)
+            tape = Recorded(function)
             again = tape(*given)
             if tape.graph is not None and _agree(result, again):
                 self.tape = tape
@@ -76,10 +77,6 @@ def _plays(lm: "LM") -> bool:
     """Whether passes of this model can be recorded: all of it on one GPU."""
     devices = getattr(lm.model, "hf_device_map", None) or {}
     return lm.device.type == "cuda" and len(set(map(str, devices.values()))) <= 1
-
-
-def _recorded(function: Callable[..., Any]) -> Recorded:
-    return Recorded(function)
 
 
 def _memory(device: torch.device) -> int:
@@ -125,11 +122,6 @@ def _below(model: nn.Module) -> Iterator[nn.Module]:
         module = left.pop()
         yield module
         left += [part for part in module._modules.values() if part is not None]
-
-
-def _hooked(model: nn.Module) -> bool:
-    """Whether something else is called in the model, which a recording would not know of."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in _below(model))
 
 
 def _places(model: nn.Module) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ __all__ = [
     "MANY",
     "Products",
     "Quickly",
+    "all_replaced",
     "products_of",
     "quick",
     "quick_blocks",
@@ -54,9 +55,7 @@ class Quickly:
 @contextmanager
 def quick(block: nn.Module, *, split_products: bool = True) -> Iterator[None]:
     """Run the block's calls faster while inside."""
-    with ExitStack() as stack:
-        for module, forward in products_of(block, split_products=split_products).items():
-            stack.enter_context(replaced(module, forward))
+    with all_replaced(products_of(block, split_products=split_products)):
         yield
 
 
@@ -107,6 +106,15 @@ def _on_gpu(weight: Tensor) -> bool:
 
 def _gelu(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
+
+
+@contextmanager
+def all_replaced(products: Products) -> Iterator[None]:
+    """All those modules' calls answered by other functions while inside."""
+    with ExitStack() as stack:
+        for module, forward in products.items():
+            stack.enter_context(replaced(module, forward))
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ takes longer than computing them. A CUDA graph launches them all at once.
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Recorded:
+class Recorded(Generic[T]):
     """A function of tensors: the first call records it, every call plays it.
 
     The function must do the same operations on tensors of the same shape whatever the numbers
@@ -29,7 +29,7 @@ class Recorded:
 
     def __init__(
         self,
-        function: Callable[..., tuple[Tensor, ...]],
+        function: Callable[..., T],
         *,
         pays: bool = True,
         pool: tuple[int, int] | None = None,
@@ -43,7 +43,7 @@ class Recorded:
         """Seconds that recording took."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *given: Tensor) -> T:
         """The function's results."""
         if given[0].is_cuda and not self.tried:
             self._record(given)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from factscope.editing.batches import halving
 from factscope.editing.edit import Edit, LowRank, added
-from factscope.editing.editor import Done, all_of, each_or_error
+from factscope.editing.editor import Done, Editor, all_of, each_or_error
 from factscope.editing.guard import with_health
 from factscope.editing.learned.factors import Change, factors_of
 from factscope.editing.learned.halves import Halves
@@ -40,7 +40,7 @@ AT_ONCE = {"cpu": 8, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
+class Learned(Editor):
     """An editor with trained weights; `Mend` and `Ke` are the two that there are."""
 
     method: ClassVar[str]
@@ -93,12 +93,6 @@ class Learned:
             raise BadFact("there are no facts to write; give at least one")
         single = all_of(self.ready(lm).attempt(facts, done))
         return with_health(lm, [_together(single)])[0]
-
-    def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone."""
-        return all_of(self.attempt(lm, facts, done=done))
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
