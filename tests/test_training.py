@@ -551,6 +551,7 @@ def test_each_mistake_is_one_message(run: Run, model: Path, data: Path, tmp_path
         done = run(*words, *more)
         assert (done.code, "Traceback" in done.err) == (2, False), done.err
         assert said in done.err
+        assert not any(Path(name).exists() for name in "tuv")  # so that it can be said rightly
     done = run("train", "rome", "--model", model, "--out", "t", *QUICK)
     assert (done.code, "no learned method" in done.err) == (2, True)
     assert run("train", "mend", "--model", model, *QUICK).code == 2

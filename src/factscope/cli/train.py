@@ -101,13 +101,14 @@ def train(
     run = TrainRun(
         model=model, dtype=dtype, source=source, training=training, steps=steps, minutes=minutes
     )
+    trainer = run.trainer(lm)  # a mistake leaves no folder
     folder = run.begin(lm, out)
 
     def seen(record: "TrainingRecord") -> None:
         notes.print(_line(record), soft_wrap=True)
 
     with working(f"training {method}") as done:
-        weights = run.go_on(lm, folder, done=done, seen=seen)
+        weights = run.go_on(lm, folder, trainer, done=done, seen=seen)
     _tell(Course.of(folder.spec(), folder.training_records()), weights, json)
 
 

@@ -179,6 +179,10 @@ class TrainRun:
             "training": self.training.to_dict(),
         }
 
+    def trainer(self, lm: "LM") -> Trainer:
+        """A network at its first step; what is wrong with the data or the layers shows here."""
+        return Trainer(lm, self.source.lessons(lm), self.training)
+
     def begin(self, lm: "LM", path: Path) -> RunFolder:
         """A new run in a folder, or the same run taken up again."""
         return RunFolder.begin(path, self.spec(), info(lm))
@@ -187,6 +191,7 @@ class TrainRun:
         self,
         lm: "LM",
         folder: RunFolder,
+        trainer: Trainer | None = None,
         *,
         done: Callable[[float], None] = lambda share: None,
         seen: Callable[[TrainingRecord], None] = lambda record: None,
@@ -195,7 +200,8 @@ class TrainRun:
 
         `done` hears each share of the work, `seen` every look at the held-out examples.
         """
-        trainer = self._taken_up(lm, folder)
+        trainer = trainer or self.trainer(lm)
+        _take_up(trainer, folder)
         saver = _Saver(self, trainer, folder)
         done(self._share(trainer))
         try:
@@ -214,18 +220,6 @@ class TrainRun:
         saver.write()
         return folder.path / WEIGHTS
 
-    def _taken_up(self, lm: "LM", folder: RunFolder) -> Trainer:
-        """A trainer as the last checkpoint left it, and no record of what came after."""
-        trainer = Trainer(lm, self.source.lessons(lm), self.training)
-        path = folder.path / CHECKPOINT
-        if path.is_file():
-            restore_(trainer, path)
-        there = folder.training_records()
-        kept = [r for r in there if path.is_file() and r.step <= trainer.progress.step]
-        if len(kept) < len(there):
-            write_records(folder.records_path, kept)
-        return trainer
-
     def _share(self, trainer: Trainer) -> float:
         """How much of the work is done."""
         shares = [0.0]
@@ -237,6 +231,17 @@ class TrainRun:
 
     def _over(self, trainer: Trainer) -> bool:
         return self._share(trainer) >= 1 or trainer.stopped
+
+
+def _take_up(trainer: Trainer, folder: RunFolder) -> None:
+    """Bring the trainer to where the last checkpoint left it, with no record of what came after."""
+    path = folder.path / CHECKPOINT
+    if path.is_file():
+        restore_(trainer, path)
+    there = folder.training_records()
+    kept = [r for r in there if path.is_file() and r.step <= trainer.progress.step]
+    if len(kept) < len(there):
+        write_records(folder.records_path, kept)
 
 
 class _Saver:
