@@ -140,6 +140,32 @@ def test_a_recording_that_is_wrong_is_not_used(
     assert tape.played == 0
 
 
+def test_what_is_there_only_while_recording_is_left_out(tape: type[Tape]) -> None:
+    """Transformers makes a causal mask for a recording that it does without otherwise."""
+    lm = text_lm("gpt2")
+    times = 0
+
+    def masked(x: Tensor) -> dict[str, Any]:
+        nonlocal times
+        times += 1
+        return {"call": [{"mask": None if times < 3 else x, "other": None}], "out": (2 * x, x)}
+
+    for i in range(1, 5):
+        found = played(lm, "a", masked, torch.full((2,), i))
+        assert found["call"] == [{"mask": None, "other": None}]
+        assert [x.tolist() for x in found["out"]] == [[2 * i] * 2, [i] * 2]
+    assert tape.played == 2
+
+    def one_more(x: Tensor) -> list[Tensor]:
+        nonlocal times
+        times += 1
+        return [x] * (1 if times % 2 else 2)
+
+    for _ in range(4):
+        played(lm, "b", one_more, torch.zeros(2))
+    assert tape.played == 2  # more than that may not differ
+
+
 def test_the_ones_unused_longest_go(tape: type[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
     lm = text_lm("gpt2")
     monkeypatch.setattr(module, "MOST", 2)

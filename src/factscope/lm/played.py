@@ -8,7 +8,7 @@ it is not used. A recording reads the weights where they lie: edits written into
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -66,7 +66,8 @@ class _Pass:
             return self.tape(*given)
         result = function(*given)
         if self.times == 2 and _bytes(result) <= SHARE * _memory(given[0].device):
-            tape = Recorded(function)
+            form = _form(result)  # a model that is recorded makes masks that it can do without
+            tape = Recorded(lambda *given: _like(form, function(*given)))
             again = tape(*given)
             if tape.graph is not None and _agree(result, again):
                 self.tape = tape
@@ -83,10 +84,34 @@ def _memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def _form(found: Any) -> Any:
+    """Of what a pass returned, which parts there are: None where there is nothing."""
+    if is_dataclass(found) and not isinstance(found, type):
+        found = vars(found)
+    if isinstance(found, dict):
+        return {name: _form(part) for name, part in found.items()}
+    if isinstance(found, list | tuple):
+        return [_form(part) for part in found]
+    return None if found is None else True
+
+
+def _like(form: Any, found: Any) -> Any:
+    """What a pass returned, without the parts that are not there in another's form."""
+    if form is None or form is True:
+        return form and found
+    if isinstance(found, dict):
+        return {name: _like(form.get(name), part) for name, part in found.items()}
+    if isinstance(found, list | tuple):
+        forms = [*form, *[True] * len(found)]  # what is too much stays, and will be seen
+        return type(found)(map(_like, forms, found))
+    return replace(found, **_like(form, vars(found)))
+
+
 def _agree(result: Any, again: Any) -> bool:
     """Whether a recording says what the pass said."""
-    pairs = zip(_tensors(result), _tensors(again), strict=True)
-    right = all(_near(x, y) for x, y in pairs if x.is_floating_point())
+    one, other = list(_tensors(result)), list(_tensors(again))
+    alike = [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in other]
+    right = alike and all(map(_near, one, other))
     if not right:
         log.warning("a recorded pass differs from the pass itself; it is not used")
     return right
@@ -95,6 +120,8 @@ def _agree(result: Any, again: Any) -> bool:
 def _near(x: Tensor, y: Tensor) -> bool:
     if not x.numel():
         return True
+    if not x.is_floating_point():
+        return torch.equal(x, y)
     gap = torch.where(x == y, 0.0, (x - y).abs())  # a mask's infinities are equal
     return bool(gap.max() <= TOLERANCE * x.abs().max())
 
