@@ -65,7 +65,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tape]]:
     monkeypatch.setattr(module, "_plays", lambda lm: True)
     monkeypatch.setattr(module, "Recorded", Tape)
     monkeypatch.setattr(module, "_memory", lambda device: 1 << 40)
-    room = Room(slots=4, past=16, tokens=8, reads=32)
+    room = Room(slots=4, past=16, tokens=8, labels=4, reads=32)
     monkeypatch.setattr(Room, "of", lambda lm, facts: room if facts == 1 else Room())
     Tape.played = 0
     yield Tape

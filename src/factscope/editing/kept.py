@@ -19,6 +19,7 @@ from factscope.editing.problem import Problem
 from factscope.lm.hooks import hooked
 from factscope.lm.quick import Products, Quickly, all_replaced, products_of, splits
 from factscope.lm.recorded import Recorded
+from factscope.lm.walk import weights_of
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -151,10 +152,11 @@ class _Seen:
 def _seen(lm: "LM") -> list[_Seen]:
     """The weights of each block, and of what follows the blocks."""
     heads = [*lm.norms, lm.model.get_output_embeddings()]
-    parts = [list(block.parameters()) for block in lm.blocks]
-    parts.append([weight for module in heads for weight in module.parameters()])
-    flat = [weight.detach() for part in parts for weight in part]
-    found = torch._foreach_norm(flat, dtype=torch.float32)  # pyright: ignore
+    parts = [list(weights_of(block)) for block in lm.blocks]
+    parts.append([weight for module in heads for weight in weights_of(module)])
+    flat: list[Tensor] = [weight for part in parts for weight in part]
+    with torch.no_grad():
+        found = torch._foreach_norm(flat, dtype=torch.float32)  # pyright: ignore
     norms = iter(torch.stack(found).tolist())
     precision = torch.get_float32_matmul_precision()
     return [

@@ -24,6 +24,8 @@ class Room:
     """Tokens before it, which are only looked at."""
     tokens: int = 1
     """Tokens of a row, all of which are computed once."""
+    labels: int = 1
+    """Tokens of the new object, where one line is read."""
     reads: int = 1
     """Reads; their number doubles with the new object's length, and so does the room for them."""
 
@@ -31,7 +33,7 @@ class Room:
     def of(cls, lm: "LM", facts: int) -> "Room":
         """Room for the search of one fact on a GPU, where recordings are kept; else none."""
         one = facts == 1 and lm.device.type == "cuda"
-        return cls(slots=4, past=16, tokens=8, reads=32) if one else cls()
+        return cls(slots=4, past=16, tokens=8, labels=4, reads=32) if one else cls()
 
     def for_slots(self, count: int) -> int:
         """How many slots there are for so many."""
@@ -44,6 +46,10 @@ class Room:
     def for_tokens(self, count: int, most: int | None) -> int:
         """How many tokens a row has for so many, in a model that reads so many."""
         return _up(count, self.tokens, most)
+
+    def for_labels(self, count: int) -> int:
+        """How many labels one line has for so many."""
+        return _up(count, self.labels)
 
     def for_reads(self, count: int) -> int:
         """How many reads there are for so many."""

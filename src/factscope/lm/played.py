@@ -12,10 +12,11 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factscope.lm.hooks import hooked
 from factscope.lm.recorded import Recorded
+from factscope.lm.walk import modules_of, weights_of
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -37,16 +38,17 @@ TOLERANCE = 1e-3
 
 
 def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T:
-    """function(*given), a pass through the model without gradients.
+    """function(*given), a pass through the model that leaves no gradients.
 
     Whatever changes from one call to another must be among the given tensors or in the name. What
     is returned is overwritten by the next pass of its kind.
     """
-    if not _plays(lm) or hooked(_below(lm.model)):  # a recording would not know of the hooks
+    if not _plays(lm) or hooked(modules_of(lm.model)):  # a recording would not know of the hooks
         return function(*given)
     passes: dict[Any, _Pass] = lm.kept.setdefault(NAME, {})
     shapes = tuple((x.shape, x.dtype) for x in given)
-    key = (name, shapes, torch.get_float32_matmul_precision(), _places(lm.model))
+    places = tuple(weight.data_ptr() for weight in weights_of(lm.model))
+    key = (name, shapes, torch.get_float32_matmul_precision(), places)
     known = passes[key] = passes.pop(key, None) or _Pass()  # now the newest
     while len(passes) > MOST:
         del passes[next(iter(passes))]
@@ -140,22 +142,3 @@ def _tensors(found: Any) -> Iterator[Tensor]:
     elif isinstance(found, list | tuple):
         for part in found:
             yield from _tensors(part)
-
-
-def _below(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules, faster than `modules` finds them."""
-    left = [model]
-    while left:
-        module = left.pop()
-        yield module
-        left += [part for part in module._modules.values() if part is not None]
-
-
-def _places(model: nn.Module) -> tuple[int, ...]:
-    """Where the weights lie."""
-    return tuple(
-        weight.data_ptr()
-        for module in _below(model)
-        for weight in module._parameters.values()
-        if weight is not None
-    )

@@ -38,6 +38,8 @@ class View:
     """Where the slot's stretch begins: it sees the row's own keys left of that; -1 if empty."""
     past: int
     """How many of a row's keys and values are handed to the strands."""
+    complete: bool = False
+    """Whether each row is known to have one strand, in their order."""
 
     @classmethod
     def whole(cls, rows: int, length: int, device: torch.device) -> "View":
@@ -48,6 +50,7 @@ class View:
             position=position,
             start=torch.zeros_like(position),
             past=0,
+            complete=True,
         )
 
     @cached_property
@@ -80,7 +83,7 @@ class Replay:
         self.lm, self.run, self.view, self.apart = lm, run, view, apart
         self._made: dict[tuple[Any, ...], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
-        self._every_row = torch.equal(view.row, rows)
+        self._every_row = view.complete or torch.equal(view.row, rows)
 
     @classmethod
     def whole(cls, lm: "LM", run: Run) -> "Replay":

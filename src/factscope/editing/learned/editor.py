@@ -4,7 +4,7 @@ One pass through the model, back through its last layers, and once through the n
 facts in one edit are the sum of the edits of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from factscope.editing.requests import Request, requests_of
 from factscope.editing.room import Room
 from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
+from factscope.lm.played import played
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -92,14 +93,15 @@ class Learned(Editor):
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
         single = all_of(self.ready(lm).attempt(facts, done))
-        return with_health(lm, [_together(single)])[0]
+        return with_health(lm, [_together(single)])[0].to("cpu")
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         edits = self.ready(lm).attempt(facts, done)
-        return each_or_error(edits, lambda edits: with_health(lm, edits))
+        measured = each_or_error(edits, lambda edits: with_health(lm, edits))
+        return [edit.to("cpu") if isinstance(edit, Edit) else edit for edit in measured]
 
     def ready(self, lm: "LM") -> "Ready":
         """The editor on a model."""
@@ -150,28 +152,48 @@ class Ready:
 
     def edits(self, requests: Sequence[Request]) -> "list[Edit | FactscopeError]":
         """All the facts at once."""
-        lm = self.lm
-        lines = Lines.of([line_of(asked) for asked in requests], lm.device, self._length(requests))
-        entering, _ = self.halves.below(lines.ids)
-        factors, losses = factors_of(lm, self.places, self.halves, entering, lines)
+        lines = self._lines(requests)
         with torch.no_grad():
-            changes = self.network(factors, told_of(lm, lines))
+            read = self.network.read(told_of(self.lm, lines))
+        given = (read, *vars(lines).values())
+        if lines.alone:
+            losses, changes = played(self.lm, self._name, self._pass, *given)
+        else:
+            losses, changes = self._pass(*given)
         return [
-            self._edit(asked, [_of_fact(change, i) for change in changes], loss)
-            for i, (asked, loss) in enumerate(zip(requests, losses.tolist(), strict=True))
+            self._edit(asked, some, loss)
+            for asked, some, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
         ]
 
-    def _length(self, requests: Sequence[Request]) -> int:
-        """How long the lines are; one alone is filled up to a length that often comes again."""
-        longest = max(len(asked.rows[0].ids) for asked in requests)
-        return Room.of(self.lm, len(requests)).for_tokens(longest, self.lm.context)
+    def _lines(self, requests: Sequence[Request]) -> Lines:
+        """The facts as lines; one alone gets room that makes its shape a frequent one."""
+        lines = [line_of(asked) for asked in requests]
+        room = Room.of(self.lm, len(lines))
+        length = room.for_tokens(max(len(line.ids) for line in lines), self.lm.context)
+        reads = room.for_labels(max(len(line.reads) for line in lines))
+        return Lines.of(lines, self.lm.device, length, reads)
+
+    @property
+    def _name(self) -> tuple[Any, ...]:
+        """What tells this editor's passes from those of others."""
+        places = tuple(x.data_ptr() for x in self.network.state_dict().values())
+        return self.settings.method, self.network.design, places
+
+    def _pass(self, read: Tensor, *tables: Tensor) -> tuple[Tensor, list[Change]]:
+        """Through the model, back to the edited places, and through the network."""
+        lines = Lines(*tables)
+        entering, _ = self.halves.below(lines.ids)
+        factors, losses = factors_of(self.lm, self.places, self.halves, entering, lines)
+        with torch.no_grad():
+            return losses, self.network.changes(factors, read)
 
     def _edit(
         self, asked: Request, changes: Sequence[LowRank], loss: float
     ) -> "Edit | FactscopeError":
         named = zip(self.places, changes, strict=True)
         scaled = {place.name: change * self.settings.scale for place, change in named}
-        if not all(x.A.isfinite().all() and x.B.isfinite().all() for x in scaled.values()):
+        finite = [x.isfinite().all() for change in scaled.values() for x in (change.A, change.B)]
+        if not torch.stack(finite).all():
             return NoProgress(
                 f"the network's edit for {asked.fact.text!r} is no number; load the model in "
                 "float32, or train the weights again"
@@ -192,16 +214,19 @@ def told_of(lm: "LM", lines: Lines) -> Told:
         return Told(lm.embed(lines.ids), lines.lengths)
 
 
-def _of_fact(change: Change, i: int) -> LowRank:
-    """One fact's change in main memory, without the tokens at which there is none."""
-    B, A = change.B[i], change.A[i]
-    used = (B != 0).any(0) & (A != 0).any(1)
-    used[0] |= not used.any()
-    return LowRank(_plain(B[:, used]), _plain(A[used]))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.float().cpu().contiguous()
+def _by_fact(changes: Sequence[Change]) -> Iterator[list[LowRank]]:
+    """Each fact's changes, without the tokens at which there is none; in main memory, but for one
+    fact's alone, whose guard rails are next."""
+    device = changes[0].A.device
+    used = torch.stack([(c.B != 0).any(1) & (c.A != 0).any(2) for c in changes]).cpu()
+    used[:, :, 0] |= ~used.any(2)
+    for i in range(used.shape[1]):
+        some = [mine.nonzero()[:, 0].to(device) for mine in used[:, i]]
+        own = [
+            LowRank(change.B[i][:, mine].float(), change.A[i][mine].float())
+            for change, mine in zip(changes, some, strict=True)
+        ]
+        yield own if used.shape[1] == 1 else [change.to("cpu") for change in own]
 
 
 def _together(edits: Sequence[Edit]) -> Edit:

@@ -37,6 +37,12 @@ class Factors:
         """The tokens that the loss depends on."""
         return (self.delta != 0).any(-1)
 
+    @property
+    def chosen(self) -> Bool[Tensor, "fact token"] | int:
+        """The tokens that a network looks at: the real ones, or all of a fact alone, so that how
+        many are real need not be known (`lm.played`)."""
+        return 0 if len(self.x) == 1 else self.real
+
     def gradient(self) -> Float[Tensor, "fact value key"]:
         """The gradient itself."""
         return self.delta.mT @ self.x

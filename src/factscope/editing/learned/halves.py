@@ -8,7 +8,6 @@ from torch import Tensor
 
 from factscope.lm.forward import forward
 from factscope.lm.hooks import on_call, on_output
-from factscope.lm.played import played
 from factscope.lm.replay import Replay
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Halves:
     ) -> tuple[Float[Tensor, "line token width"], Float[Tensor, "line token width"]]:
         """What enters the first edited layer, and what the unedited model's last layer returns."""
         if len(ids) == 1:
-            run = played(self.lm, "line", lambda ids: forward(self.lm, ids), ids)
+            run = forward(self.lm, ids)
             self._replays[ids.shape[1]] = Replay.whole(self.lm, run)
             return (run.inputs, *run.states)[self.first], run.states[-1]
         entering: list[Tensor] = []

@@ -73,12 +73,13 @@ class KeNetwork(Hypernetwork):
         self.linear = nn.Linear(2 * design.lstm, design.condition)
         self.gates = nn.ModuleList(Gate(design, keys, values) for _, keys, values in design.places)
 
-    def forward(self, factors: Sequence[Factors], told: Told) -> list[Change]:
+    def changes(
+        self, factors: Sequence[Factors], read: Float[Tensor, "fact condition"]
+    ) -> list[Change]:
         """Each place's change for each fact."""
-        state = self._read(told)
-        return [self._change(i, some, state) for i, some in enumerate(factors)]
+        return [self._change(i, some, read) for i, some in enumerate(factors)]
 
-    def _read(self, told: Told) -> Float[Tensor, "fact condition"]:
+    def read(self, told: Told) -> Float[Tensor, "fact condition"]:
         """The facts as the LSTM leaves them, from both ends."""
         embedded = nn.functional.layer_norm(told.embedded.float(), told.embedded.shape[-1:])
         packed = nn.utils.rnn.pack_padded_sequence(

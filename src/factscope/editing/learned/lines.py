@@ -47,10 +47,12 @@ class Lines:
     lengths: Int[Tensor, " line"]
 
     @classmethod
-    def of(cls, lines: Sequence[Line], device: torch.device, length: int = 0) -> "Lines":
-        """The lines as tensors, at least so long."""
+    def of(
+        cls, lines: Sequence[Line], device: torch.device, length: int = 0, reads: int = 0
+    ) -> "Lines":
+        """The lines as tensors, at least so long and with room for at least so many reads."""
         length = max(length, *(len(line.ids) for line in lines))
-        reads = max(len(line.reads) for line in lines)
+        reads = max(reads, *(len(line.reads) for line in lines))
 
         def table(lists: Sequence[Sequence[int]], width: int) -> Tensor:
             return torch.tensor([[*x, *[0] * (width - len(x))] for x in lists], device=device)
@@ -67,21 +69,35 @@ class Lines:
         self, lm: "LM", hidden: Float[Tensor, "line token width"]
     ) -> Float[Tensor, "read vocabulary"]:
         """log P of every token at each read, the last layer's states given."""
-        real = self.real.to(hidden.device)
-        row = real.nonzero()[:, 0]
-        logits = lm.decode(hidden[row, self.reads.to(hidden.device)[real]])
+        rows = torch.arange(len(self.ids), device=self.reads.device)[:, None]
+        row, read = self._chosen(rows.expand_as(self.reads)), self._chosen(self.reads)
+        logits = lm.decode(hidden[row.to(hidden.device), read.to(hidden.device)])
         return logits.float().log_softmax(-1).to(self.ids.device)
 
     def losses(self, logs: Float[Tensor, "read vocabulary"]) -> Float[Tensor, " line"]:
         """Each line's mean of -log P over its labels."""
-        return self.means(-logs.gather(1, self.labels[self.real][:, None])[:, 0])
+        return self.means(-logs.gather(1, self._chosen(self.labels)[:, None])[:, 0])
 
     def means(self, numbers: Float[Tensor, " read"]) -> Float[Tensor, " line"]:
         """Each line's mean of what its reads gave."""
-        table = numbers.new_zeros(self.real.shape).masked_scatter(self.real, numbers)
+        none = numbers.new_zeros(self.real.shape)
+        if self.alone:
+            table = torch.where(self.real, numbers, none)
+        else:
+            table = none.masked_scatter(self.real, numbers)
         return table.sum(1) / self.real.sum(1)
 
     def all_said(self, logs: Float[Tensor, "read vocabulary"]) -> Bool[Tensor, " line"]:
         """Whether all labels of a line are the likeliest where they stand."""
-        right = (logs.argmax(-1) == self.labels[self.real]).float()
+        right = (logs.argmax(-1) == self._chosen(self.labels)).float()
         return self.means(right) == 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one line only. All its reads are looked at, also those that it does not
+        have and that count for nothing: how many there are need not be known (`lm.played`)."""
+        return len(self.ids) == 1
+
+    def _chosen(self, table: Int[Tensor, "line slot"]) -> Int[Tensor, " read"]:
+        """What the table has at the reads that are looked at."""
+        return table[0] if self.alone else table[self.real]

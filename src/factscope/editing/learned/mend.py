@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from factscope.editing.learned.factors import Change, Factors
-from factscope.editing.learned.network import Design, Hypernetwork, Told
+from factscope.editing.learned.network import Design, Hypernetwork
 
 __all__ = ["MendDesign", "MendNetwork"]
 
@@ -80,14 +80,16 @@ class MendNetwork(Hypernetwork):
         )
         self.log_rates = nn.Parameter(torch.full((len(shapes),), math.log(design.rate)))
 
-    def forward(self, factors: Sequence[Factors], told: Told) -> list[Change]:
+    def changes(
+        self, factors: Sequence[Factors], read: Float[Tensor, "fact state"]
+    ) -> list[Change]:
         """Each place's change for each fact."""
         return [self._change(i, some) for i, some in enumerate(factors)]
 
     def _change(self, place: int, factors: Factors) -> Change:
-        real = factors.real
+        real, chosen = factors.real, factors.chosen
         usual_x, usual_delta = self.usual(place)
-        x, delta = usual_x.normed(factors.x[real]), usual_delta.normed(factors.delta[real])
+        x, delta = usual_x.normed(factors.x[chosen]), usual_delta.normed(factors.delta[chosen])
         network, seat = self.seats[place]
         both = torch.cat([x, delta], dim=-1)
         for layer in self.networks[network]:  # pyright: ignore[reportGeneralTypeIssues]
@@ -109,5 +111,7 @@ def _back(
     rows: Float[Tensor, "row width"], real: Bool[Tensor, "fact token"]
 ) -> Float[Tensor, "fact token width"]:
     """The rows at the real tokens, zeros elsewhere."""
-    table = rows.new_zeros(*real.shape, rows.shape[-1])
-    return table.masked_scatter(real[..., None], rows)
+    none = rows.new_zeros(*real.shape, rows.shape[-1])
+    if len(real) == 1:
+        return torch.where(real[..., None], rows, none)
+    return none.masked_scatter(real[..., None], rows)

@@ -74,8 +74,18 @@ class Hypernetwork(nn.Module, ABC):
             x.observe(some.x[some.real])
             delta.observe(some.delta[some.real])
 
-    @abstractmethod
     def forward(self, factors: Sequence[Factors], told: Told) -> list[Change]:
+        """Each place's change for each fact."""
+        return self.changes(factors, self.read(told))
+
+    def read(self, told: Told) -> Float[Tensor, "fact state"]:
+        """What it makes of the facts' tokens before it sees a gradient: nothing, if not said."""
+        return told.embedded.new_zeros(len(told.lengths), 0)
+
+    @abstractmethod
+    def changes(
+        self, factors: Sequence[Factors], read: Float[Tensor, "fact state"]
+    ) -> list[Change]:
         """Each place's change for each fact."""
 
     @abstractmethod

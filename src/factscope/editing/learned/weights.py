@@ -87,7 +87,10 @@ class Weights:
 
     def on(self, device: torch.device) -> Hypernetwork:
         """The network on a device, not to be trained."""
-        return self.network.to(device).eval().requires_grad_(False)
+        network = self.network
+        if any(x.device != device for x in network.parameters()):  # moving sorts an LSTM's anew
+            network.to(device)
+        return network.eval().requires_grad_(False)
 
 
 def fitting(lm: "LM", design: Design) -> list[Place]:
