@@ -23,7 +23,10 @@ from factscope.lm.tokens import encode
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["PLAIN_TEXT", "update_norm", "with_health"]
+__all__ = [
+    "PLAIN_TEXT", "health_of", "perplexities", "plain_ids", "text_loss", "update_norm",
+    "with_health",
+]  # fmt: skip
 
 PLAIN_TEXT = """\
 The river rises in the hills north of the old town and flows south for about ninety miles before \
@@ -53,17 +56,21 @@ def with_health(
         for perplexity in _perplexities(lm, asked[i : i + AT_ONCE])
     ]
     return [
-        replace(
-            edit,
-            health=Health(
-                division_factor=factor,
-                update_norm=update_norm(lm, edit),
-                perplexity_before=before,
-                perplexity_after=perplexity,
-            ),
-        )
+        replace(edit, health=health_of(lm, edit, before, perplexity, factor))
         for edit, factor, perplexity in zip(edits, factors, after, strict=True)
     ]
+
+
+def health_of(
+    lm: "LM", edit: Edit, before: float, after: float, factor: float | None = None
+) -> Health:
+    """The guard rails of an edit under which the text's perplexity is known."""
+    return Health(
+        division_factor=factor,
+        update_norm=update_norm(lm, edit),
+        perplexity_before=before,
+        perplexity_after=after,
+    )
 
 
 def update_norm(lm: "LM", edit: Edit) -> float:
@@ -77,7 +84,7 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 @torch.no_grad()
 def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = True) -> list[float]:
     """The perplexity of the plain text under each edit."""
-    ids = torch.tensor([_plain_ids(lm)], device=lm.device)
+    ids = plain_ids(lm)
     many = len(edits) >= MANY
     quick = _quick(lm, many) if quickly else None
     factors = {} if many else factors_by_row(lm, edits)
@@ -88,7 +95,12 @@ def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = Tru
             found = _losses(lm, ids, len(edits), quick)
     if quick and not found.isfinite().all():  # quick products may have left their range
         return _perplexities(lm, edits, quickly=False)
-    return [x if math.isfinite(x) else math.inf for x in found.double().exp().tolist()]
+    return perplexities(found)
+
+
+def perplexities(losses: Float[Tensor, " row"]) -> list[float]:
+    """What the text's losses say; a loss that is no number is a text that cannot be."""
+    return [x if math.isfinite(x) else math.inf for x in losses.double().exp().tolist()]
 
 
 def _losses_by_factors(
@@ -113,7 +125,7 @@ def _losses(
     """The text's loss in so many rows, as they are edited now."""
     with quick() if quick else nullcontext():
         states = lm.model.base_model(ids.expand(rows, -1), use_cache=False).last_hidden_state
-    return torch.stack([_loss(lm, row[:-1], ids[0, 1:]) for row in states])
+    return torch.stack([_loss(lm.head(row[:-1]), ids) for row in states])
 
 
 def _quick(lm: "LM", many: bool) -> Quickly | None:
@@ -123,15 +135,27 @@ def _quick(lm: "LM", many: bool) -> Quickly | None:
     return Quickly(partial(quick_blocks, lm.blocks)) if lm.device.type == "cuda" else None
 
 
-def _loss(
-    lm: "LM", states: Float[Tensor, "token width"], wanted: Int[Tensor, " token"]
+def text_loss(
+    lm: "LM", hidden: Float[Tensor, "token width"], ids: Int[Tensor, "1 token"]
 ) -> Float[Tensor, ""]:
-    """The mean loss of the tokens that follow the states."""
-    return nn.functional.cross_entropy(lm.head(states).float(), wanted.to(states.device))
+    """The text's mean loss, the last layer's states given."""
+    return _loss(lm.decode(hidden[:-1]), ids)
+
+
+def _loss(
+    logits: Float[Tensor, "before vocabulary"], ids: Int[Tensor, "1 token"]
+) -> Float[Tensor, ""]:
+    """The mean loss of the tokens, each by the logits before it."""
+    return nn.functional.cross_entropy(logits.float(), ids[0, 1:].to(logits.device))
+
+
+def plain_ids(lm: "LM") -> Int[Tensor, "1 token"]:
+    """The plain text's tokens."""
+    return torch.tensor([_plain_ids(lm)], device=lm.device)
 
 
 def _plain_ids(lm: "LM") -> tuple[int, ...]:
-    """The plain text's tokens, or of as much of it as the model can read."""
+    """The same, of as much of the text as the model can read."""
     text = PLAIN_TEXT
     while True:
         try:

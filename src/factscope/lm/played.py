@@ -12,16 +12,16 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.lm.hooks import hooked
 from factscope.lm.recorded import Recorded
-from factscope.lm.walk import modules_of, weights_of
+from factscope.lm.walk import modules_of
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["played"]
+__all__ = ["played", "plays"]
 
 T = TypeVar("T")
 
@@ -43,11 +43,11 @@ def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T
     Whatever changes from one call to another must be among the given tensors or in the name. What
     is returned is overwritten by the next pass of its kind.
     """
-    if not _plays(lm) or hooked(modules_of(lm.model)):  # a recording would not know of the hooks
+    places = _places(lm.model) if plays(lm) else None
+    if places is None:
         return function(*given)
     passes: dict[Any, _Pass] = lm.kept.setdefault(NAME, {})
     shapes = tuple((x.shape, x.dtype) for x in given)
-    places = tuple(weight.data_ptr() for weight in weights_of(lm.model))
     key = (name, shapes, torch.get_float32_matmul_precision(), places)
     known = passes[key] = passes.pop(key, None) or _Pass()  # now the newest
     while len(passes) > MOST:
@@ -76,10 +76,20 @@ class _Pass:
         return result
 
 
-def _plays(lm: "LM") -> bool:
+def plays(lm: "LM") -> bool:
     """Whether passes of this model can be recorded: all of it on one GPU."""
     devices = getattr(lm.model, "hf_device_map", None) or {}
     return lm.device.type == "cuda" and len(set(map(str, devices.values()))) <= 1
+
+
+def _places(model: nn.Module) -> tuple[int, ...] | None:
+    """Where the weights lie; None where there are hooks, of which a recording would not know."""
+    places: list[int] = []
+    for module in modules_of(model):
+        if hooked([module]):
+            return None
+        places += [x.data_ptr() for x in module._parameters.values() if x is not None]
+    return tuple(places)
 
 
 def _memory(device: torch.device) -> int:

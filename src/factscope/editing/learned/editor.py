@@ -5,19 +5,26 @@ facts in one edit are the sum of the edits of each.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from factscope.editing.batches import halving
 from factscope.editing.edit import Edit, LowRank, added
 from factscope.editing.editor import Done, Editor, all_of, each_or_error
-from factscope.editing.guard import with_health
-from factscope.editing.learned.factors import Change, factors_of
+from factscope.editing.guard import (
+    health_of,
+    perplexities,
+    plain_ids,
+    text_loss,
+    with_health,
+)
+from factscope.editing.learned.factors import Change, changed, factors_of
 from factscope.editing.learned.halves import Halves
 from factscope.editing.learned.lines import Lines, line_of
 from factscope.editing.learned.network import Hypernetwork, Told
@@ -27,7 +34,7 @@ from factscope.editing.requests import Request, requests_of
 from factscope.editing.room import Room
 from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
-from factscope.lm.played import played
+from factscope.lm.played import played, plays
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -93,15 +100,14 @@ class Learned(Editor):
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
         single = all_of(self.ready(lm).attempt(facts, done))
-        return with_health(lm, [_together(single)])[0].to("cpu")
+        return _measured(lm, [_together(single)])[0]
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         edits = self.ready(lm).attempt(facts, done)
-        measured = each_or_error(edits, lambda edits: with_health(lm, edits))
-        return [edit.to("cpu") if isinstance(edit, Edit) else edit for edit in measured]
+        return each_or_error(edits, lambda edits: _measured(lm, edits))
 
     def ready(self, lm: "LM") -> "Ready":
         """The editor on a model."""
@@ -156,14 +162,24 @@ class Ready:
         with torch.no_grad():
             read = self.network.read(told_of(self.lm, lines))
         given = (read, *vars(lines).values())
-        if lines.alone:
-            losses, changes = played(self.lm, self._name, self._pass, *given)
-        else:
-            losses, changes = self._pass(*given)
+        if lines.alone and plays(self.lm):
+            return [self._alone(requests[0], given)]
+        losses, changes = self._pass(*given)
         return [
-            self._edit(asked, some, loss)
+            self._edit(asked, [change.to("cpu") for change in some], loss)
             for asked, some, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
         ]
+
+    def _alone(self, asked: Request, given: Sequence[Tensor]) -> "Edit | FactscopeError":
+        """One fact, where passes are played: its edit with the guard rails measured."""
+        text = plain_ids(self.lm)
+        losses, changes, texts = played(self.lm, self._name, self._pass_with_text, text, *given)
+        (own,) = _by_fact(changes)
+        edit = self._edit(asked, own, losses.item())
+        if isinstance(edit, Edit):
+            health = health_of(self.lm, edit, *perplexities(texts))
+            edit = replace(edit, health=health).to("cpu")
+        return edit
 
     def _lines(self, requests: Sequence[Request]) -> Lines:
         """The facts as lines; one alone gets room that makes its shape a frequent one."""
@@ -177,29 +193,49 @@ class Ready:
     def _name(self) -> tuple[Any, ...]:
         """What tells this editor's passes from those of others."""
         places = tuple(x.data_ptr() for x in self.network.state_dict().values())
-        return self.settings.method, self.network.design, places
+        return self.settings.method, self.settings.scale, self.network.design, places
 
     def _pass(self, read: Tensor, *tables: Tensor) -> tuple[Tensor, list[Change]]:
         """Through the model, back to the edited places, and through the network."""
         lines = Lines(*tables)
         entering, _ = self.halves.below(lines.ids)
+        return self._changes(lines, entering, read)
+
+    def _pass_with_text(
+        self, text: Int[Tensor, "1 token"], read: Tensor, *tables: Tensor
+    ) -> tuple[Tensor, list[Change], Float[Tensor, "2"]]:
+        """The same with a text beside the line, and the text's losses before and after."""
+        lines = Lines(*tables)
+        rows = [lines.ids, text]
+        lengths = [row.shape[1] for row in rows]
+        padded = [nn.functional.pad(row, (0, max(lengths) - row.shape[1])) for row in rows]
+        entering, last = self.halves.below(torch.cat(padded), lengths)
+        losses, changes = self._changes(lines, entering[:1, : lengths[0]], read)
+        with torch.no_grad(), changed(self.places, changes):
+            after = self.halves.above(entering[1:, : lengths[1]])
+        with torch.no_grad():
+            texts = [text_loss(self.lm, x, text) for x in (last[1, : lengths[1]], after[0])]
+        return losses, changes, torch.stack(texts)
+
+    def _changes(self, lines: Lines, entering: Tensor, read: Tensor) -> tuple[Tensor, list[Change]]:
+        """The lines' losses and each place's change, given what enters the first edited layer."""
         factors, losses = factors_of(self.lm, self.places, self.halves, entering, lines)
         with torch.no_grad():
-            return losses, self.network.changes(factors, read)
+            changes = self.network.changes(factors, read)
+            return losses, [Change(B=c.B * self.settings.scale, A=c.A) for c in changes]
 
     def _edit(
         self, asked: Request, changes: Sequence[LowRank], loss: float
     ) -> "Edit | FactscopeError":
-        named = zip(self.places, changes, strict=True)
-        scaled = {place.name: change * self.settings.scale for place, change in named}
-        finite = [x.isfinite().all() for change in scaled.values() for x in (change.A, change.B)]
+        named = {place.name: change for place, change in zip(self.places, changes, strict=True)}
+        finite = [x.isfinite().all() for change in changes for x in (change.A, change.B)]
         if not torch.stack(finite).all():
             return NoProgress(
                 f"the network's edit for {asked.fact.text!r} is no number; load the model in "
                 "float32, or train the weights again"
             )
         return Edit(
-            changes=scaled,
+            changes=named,
             model=self.lm.name,
             fingerprint=self.lm.fingerprint,
             method=self.settings.method,
@@ -215,23 +251,28 @@ def told_of(lm: "LM", lines: Lines) -> Told:
 
 
 def _by_fact(changes: Sequence[Change]) -> Iterator[list[LowRank]]:
-    """Each fact's changes, without the tokens at which there is none; in main memory, but for one
-    fact's alone, whose guard rails are next."""
+    """Each fact's changes, without the tokens at which there is none."""
     device = changes[0].A.device
     used = torch.stack([(c.B != 0).any(1) & (c.A != 0).any(2) for c in changes]).cpu()
     used[:, :, 0] |= ~used.any(2)
     for i in range(used.shape[1]):
         some = [mine.nonzero()[:, 0].to(device) for mine in used[:, i]]
-        own = [
+        yield [
             LowRank(change.B[i][:, mine].float(), change.A[i][mine].float())
             for change, mine in zip(changes, some, strict=True)
         ]
-        yield own if used.shape[1] == 1 else [change.to("cpu") for change in own]
+
+
+def _measured(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
+    """The edits with their guard rails, which one alone may have already."""
+    return list(edits) if all(edit.health for edit in edits) else with_health(lm, edits)
 
 
 def _together(edits: Sequence[Edit]) -> Edit:
     """The sum of edits by one method, as one edit."""
     first, *others = edits
+    if not others:
+        return first
     changes = dict(first.changes)
     for edit in others:
         for name, change in edit.changes.items():

@@ -1,5 +1,6 @@
 """The model in two: below the first edited layer, which no edit changes, and from there on."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from factscope.lm.forward import forward
 from factscope.lm.hooks import on_call, on_output
-from factscope.lm.replay import Replay
+from factscope.lm.replay import Replay, View
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -25,12 +26,18 @@ class Halves:
 
     @torch.no_grad()
     def below(
-        self, ids: Int[Tensor, "line token"]
+        self, ids: Int[Tensor, "line token"], lengths: Sequence[int] = ()
     ) -> tuple[Float[Tensor, "line token width"], Float[Tensor, "line token width"]]:
-        """What enters the first edited layer, and what the unedited model's last layer returns."""
-        if len(ids) == 1:
+        """What enters the first edited layer, and what the unedited model's last layer returns.
+
+        After that lines of those lengths, or as long as one alone, need no run of their own.
+        """
+        lengths = lengths or ([ids.shape[1]] if len(ids) == 1 else [])
+        if lengths:
             run = forward(self.lm, ids)
-            self._replays[ids.shape[1]] = Replay.whole(self.lm, run)
+            for length in lengths:
+                view = View.whole(1, length, ids.device)
+                self._replays[length] = Replay(self.lm, run, view)
             return (run.inputs, *run.states)[self.first], run.states[-1]
         entering: list[Tensor] = []
         last: list[Tensor] = []
