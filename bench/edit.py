@@ -21,6 +21,7 @@ sizes: what they compute takes as long as after training.
 """
 
 import argparse
+import gc
 import math
 import random
 import re
@@ -72,6 +73,7 @@ class Words:
 
 def prepared(args: argparse.Namespace, dtype: str) -> tuple[LM, Rome, list[Fact]]:
     """The model, the method with everything settled beforehand, and the facts."""
+    gc.collect()  # the model before, with its recordings
     if args.model:
         from factscope.lm.load import load
 
@@ -158,6 +160,9 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     )
 
 
+WARM = 4
+"""So many edits of a kind pass until all is recorded that will be."""
+
 SIZES = {"mend": {"rank": 1920}, "ke": {}}
 """The published networks."""
 
@@ -189,6 +194,8 @@ def compared(args: argparse.Namespace, dtype: str, clock: Clock) -> Iterator[str
 
     def seconds(made: Editor) -> float:
         # Random weights may not learn a fact, which takes as long.
+        for _ in range(WARM if lm.device.type == "cuda" else 0):
+            made.attempt(lm, facts)
         return median(clock, lambda: made.attempt(lm, facts), args.repeat) / len(facts)
 
     whole = seconds(rome)

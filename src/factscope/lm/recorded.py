@@ -4,9 +4,11 @@ A search makes the same few hundred small operations at every step, and launchin
 takes longer than computing them. A CUDA graph launches them all at once.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -71,16 +73,32 @@ class Recorded(Generic[T]):
         self.cost = time.perf_counter() - begin
 
 
-def _captured(graph: torch.cuda.CUDAGraph, pool: Any, function: Callable[[], T]) -> T:
-    """Run the function into the graph.
+def _captured(graph: Any, pool: Any, function: Callable[[], T]) -> T:
+    """Run the function into the CUDA graph.
 
     `torch.cuda.graph` would also give back all memory that is not in use, which takes longer than
     a short recording, and longer still to ask for again.
     """
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with _nothing_collected(), torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(pool=pool)
         try:
             return function()
         finally:
             graph.capture_end()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Inside, Python leaves garbage where it is.
+
+    In it may be a recording, of a model that is no longer there; to throw that away while another
+    is made spoils the other, and torch's memory with it.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
