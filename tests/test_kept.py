@@ -206,3 +206,24 @@ def test_facts_one_after_another_with_all_that_is_kept(
     for one, right in zip(found, wanted, strict=True):
         change, plain = (next(iter(x.changes.values())).matrix() for x in (one, right))
         assert 0 < (change - plain).norm() < 1e-3 * plain.norm()
+
+
+class Failed(Played):
+    """A recording that could not be made."""
+
+    graph: Any = None
+    failed = True
+
+
+def test_after_a_failure_others_are_recorded_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = text_lm("gpt2")
+    shelf = Shelf.of(lm, "the first pool")
+    monkeypatch.setattr(values, "shelf_for", lambda lm: shelf)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
+    rome = Rome(layer=1, prefixes=PREFIXES, second_moment="identity", search=FEW)
+    for kind, memory, count in ((Played, "the first pool", 1), (Failed, "another", 0)):
+        monkeypatch.setattr(values, "Recorded", kind)
+        shelf.recordings.clear()
+        rome.each(lm, [FIRST])
+        assert shelf.memory == memory
+        assert len(shelf.recordings) == count

@@ -112,6 +112,10 @@ class Shelf:
             del self.recordings[next(iter(self.recordings))]
         self.recordings[_form(problem)] = (problem, look)
 
+    def leave_memory(self) -> None:
+        """Record in another pool from now on: torch accepts none in which a recording failed."""
+        self.memory = torch.cuda.graph_pool_handle()
+
 
 def shelf_for(lm: "LM") -> Shelf | None:
     """The model's shelf, with nothing on it that is out of date; None where nothing is kept."""

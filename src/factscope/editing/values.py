@@ -138,6 +138,8 @@ def _descend(
                 look = _looking(descent.problem)
         if shelf is not None and look.graph is not None:
             shelf.add(problem, look)
+        elif shelf is not None and look.failed:
+            shelf.leave_memory()
     return descent.found(), descent.losses
 
 

@@ -44,6 +44,8 @@ class Recorded(Generic[T]):
         self.cost = 0.0
         """Seconds that recording took."""
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = False
+        """Whether it could not be recorded."""
 
     def __call__(self, *given: Tensor) -> T:
         """The function's results."""
@@ -66,6 +68,7 @@ class Recorded(Generic[T]):
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
+            self.failed = True
             log.info("not recorded: %s", str(error).splitlines()[0])
             torch.cuda.synchronize()
             return
