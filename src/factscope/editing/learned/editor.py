@@ -11,23 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from factscope.editing.batches import halving
 from factscope.editing.edit import Edit, LowRank, added
 from factscope.editing.editor import Done, Editor, all_of, each_or_error
-from factscope.editing.guard import (
-    health_of,
-    perplexities,
-    plain_ids,
-    text_loss,
-    with_health,
-)
-from factscope.editing.learned.factors import Change, changed, factors_of
-from factscope.editing.learned.halves import Halves
+from factscope.editing.guard import health_of, perplexities, plain_ids, with_health
+from factscope.editing.learned.factors import Change
 from factscope.editing.learned.lines import Lines, line_of
 from factscope.editing.learned.network import Hypernetwork, Told
+from factscope.editing.learned.passes import Passes
 from factscope.editing.learned.places import Place
 from factscope.editing.learned.weights import Weights, load_weights
 from factscope.editing.requests import Request, requests_of
@@ -139,9 +132,11 @@ class Ready:
     network: Hypernetwork
 
     @cached_property
-    def halves(self) -> Halves:
-        """The model, cut below the first edited layer."""
-        return Halves(self.lm, self.places[0].layer)
+    def passes(self) -> Passes:
+        """How it goes through the model."""
+        return Passes(
+            lm=self.lm, places=self.places, network=self.network, scale=self.settings.scale
+        )
 
     def attempt(self, facts: Sequence[Fact], done: Done) -> list[Edit | FactscopeError]:
         """An edit for each fact, or why there is none."""
@@ -164,7 +159,7 @@ class Ready:
         given = (read, *vars(lines).values())
         if lines.alone and plays(self.lm):
             return [self._alone(requests[0], given)]
-        losses, changes = self._pass(*given)
+        losses, changes = self.passes.of_lines(*given)
         return [
             self._edit(asked, [change.to("cpu") for change in some], loss)
             for asked, some, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
@@ -172,8 +167,8 @@ class Ready:
 
     def _alone(self, asked: Request, given: Sequence[Tensor]) -> "Edit | FactscopeError":
         """One fact, where passes are played: its edit with the guard rails measured."""
-        text = plain_ids(self.lm)
-        losses, changes, texts = played(self.lm, self._name, self._pass_with_text, text, *given)
+        text, passes = plain_ids(self.lm), self.passes
+        losses, changes, texts = played(self.lm, passes.name, passes.with_text, text, *given)
         (own,) = _by_fact(changes)
         edit = self._edit(asked, own, losses.item())
         if isinstance(edit, Edit):
@@ -188,41 +183,6 @@ class Ready:
         length = room.for_tokens(max(len(line.ids) for line in lines), self.lm.context)
         reads = room.for_labels(max(len(line.reads) for line in lines))
         return Lines.of(lines, self.lm.device, length, reads)
-
-    @property
-    def _name(self) -> tuple[Any, ...]:
-        """What tells this editor's passes from those of others."""
-        places = tuple(x.data_ptr() for x in self.network.state_dict().values())
-        return self.settings.method, self.settings.scale, self.network.design, places
-
-    def _pass(self, read: Tensor, *tables: Tensor) -> tuple[Tensor, list[Change]]:
-        """Through the model, back to the edited places, and through the network."""
-        lines = Lines(*tables)
-        entering, _ = self.halves.below(lines.ids)
-        return self._changes(lines, entering, read)
-
-    def _pass_with_text(
-        self, text: Int[Tensor, "1 token"], read: Tensor, *tables: Tensor
-    ) -> tuple[Tensor, list[Change], Float[Tensor, "2"]]:
-        """The same with a text beside the line, and the text's losses before and after."""
-        lines = Lines(*tables)
-        rows = [lines.ids, text]
-        lengths = [row.shape[1] for row in rows]
-        padded = [nn.functional.pad(row, (0, max(lengths) - row.shape[1])) for row in rows]
-        entering, last = self.halves.below(torch.cat(padded), lengths)
-        losses, changes = self._changes(lines, entering[:1, : lengths[0]], read)
-        with torch.no_grad(), changed(self.places, changes):
-            after = self.halves.above(entering[1:, : lengths[1]])
-        with torch.no_grad():
-            texts = [text_loss(self.lm, x, text) for x in (last[1, : lengths[1]], after[0])]
-        return losses, changes, torch.stack(texts)
-
-    def _changes(self, lines: Lines, entering: Tensor, read: Tensor) -> tuple[Tensor, list[Change]]:
-        """The lines' losses and each place's change, given what enters the first edited layer."""
-        factors, losses = factors_of(self.lm, self.places, self.halves, entering, lines)
-        with torch.no_grad():
-            changes = self.network.changes(factors, read)
-            return losses, [Change(B=c.B * self.settings.scale, A=c.A) for c in changes]
 
     def _edit(
         self, asked: Request, changes: Sequence[LowRank], loss: float

@@ -8,6 +8,7 @@ small, each fact of a batch has its own, and whatever is made of them is an edit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,16 +33,26 @@ class Factors:
     x: Float[Tensor, "fact token key"]
     delta: Float[Tensor, "fact token value"]
 
-    @property
+    @cached_property
     def real(self) -> Bool[Tensor, "fact token"]:
         """The tokens that the loss depends on."""
         return (self.delta != 0).any(-1)
 
     @property
-    def chosen(self) -> Bool[Tensor, "fact token"] | int:
-        """The tokens that a network looks at: the real ones, or all of a fact alone, so that how
-        many are real need not be known (`lm.played`)."""
-        return 0 if len(self.x) == 1 else self.real
+    def alone(self) -> bool:
+        """Whether there is one fact only. All its tokens are looked at, so that how many are real
+        need not be known (`learned.passes`)."""
+        return len(self.x) == 1
+
+    def rows(self, table: Float[Tensor, "fact token width"]) -> Float[Tensor, "row width"]:
+        """What the table has at the tokens that are looked at."""
+        return table[0] if self.alone else table[self.real]
+
+    def table(self, rows: Float[Tensor, "row width"]) -> Float[Tensor, "fact token width"]:
+        """Those rows where they came from; zeros at the tokens that are not real."""
+        real = self.real[..., None]
+        none = rows.new_zeros(*self.real.shape, rows.shape[-1])
+        return torch.where(real, rows, none) if self.alone else none.masked_scatter(real, rows)
 
     def gradient(self) -> Float[Tensor, "fact value key"]:
         """The gradient itself."""

@@ -60,6 +60,5 @@ class Halves:
     def _replay(self, length: int) -> Replay:
         """How the blocks are called on lines of a length; one line's calls serve any number."""
         if length not in self._replays:
-            ids = torch.zeros(1, length, dtype=torch.long, device=self.lm.device)
-            self._replays[length] = Replay.whole(self.lm, forward(self.lm, ids))
+            self.below(torch.zeros(1, length, dtype=torch.long, device=self.lm.device))
         return self._replays[length]

@@ -95,7 +95,7 @@ class Lines:
     @property
     def alone(self) -> bool:
         """Whether there is one line only. All its reads are looked at, also those that it does not
-        have and that count for nothing: how many there are need not be known (`lm.played`)."""
+        have and that count for nothing: how many there are need not be known (`learned.passes`)."""
         return len(self.ids) == 1
 
     def _chosen(self, table: Int[Tensor, "line slot"]) -> Int[Tensor, " read"]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from factscope.editing.learned.factors import Change, Factors
@@ -87,16 +87,16 @@ class MendNetwork(Hypernetwork):
         return [self._change(i, some) for i, some in enumerate(factors)]
 
     def _change(self, place: int, factors: Factors) -> Change:
-        real, chosen = factors.real, factors.chosen
         usual_x, usual_delta = self.usual(place)
-        x, delta = usual_x.normed(factors.x[chosen]), usual_delta.normed(factors.delta[chosen])
+        x = usual_x.normed(factors.rows(factors.x))
+        delta = usual_delta.normed(factors.rows(factors.delta))
         network, seat = self.seats[place]
         both = torch.cat([x, delta], dim=-1)
         for layer in self.networks[network]:  # pyright: ignore[reportGeneralTypeIssues]
             both = layer(both, seat)
         x, delta = both.split([x.shape[-1], delta.shape[-1]], dim=-1)
         rate = self.log_rates[place].exp()
-        return Change(B=_back(-rate * delta, real).mT, A=_back(x, real))
+        return Change(B=factors.table(-rate * delta).mT, A=factors.table(x))
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """The networks at the rate, the edits' rates at their own."""
@@ -105,13 +105,3 @@ class MendNetwork(Hypernetwork):
             {"params": list(self.networks.parameters()), "lr": rate},
             {"params": rates, "lr": RATES},
         ]
-
-
-def _back(
-    rows: Float[Tensor, "row width"], real: Bool[Tensor, "fact token"]
-) -> Float[Tensor, "fact token width"]:
-    """The rows at the real tokens, zeros elsewhere."""
-    none = rows.new_zeros(*real.shape, rows.shape[-1])
-    if len(real) == 1:
-        return torch.where(real[..., None], rows, none)
-    return none.masked_scatter(real[..., None], rows)
