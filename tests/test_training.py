@@ -539,7 +539,7 @@ def test_each_mistake_is_one_message(run: Run, model: Path, data: Path, tmp_path
     small.write_text(json.dumps([record(i) for i in range(3)]))
     words = ("train", "mend", "--model", model, "--out", "t")
     for more, said in (
-        (("--data", small, *QUICK), "too few"),
+        (("--data", small, *QUICK), "3 examples are too few"),
         (("--data", "nothing", *QUICK), "no data set or file"),
         (("--data", data, "--text", small), "--text goes with --data text"),
         (("--text", "no.txt"), "there is no text file"),

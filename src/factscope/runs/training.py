@@ -89,7 +89,7 @@ class FromCases:
         """The cases to train on, shuffled."""
         everyone = read_cases(self.path).cases
         left = list(without(everyone, self.excluded()))
-        if len(left) < 10:
+        if len(left) < min(10, len(everyone)):
             raise BadSetting(
                 f"{self.path.name} has {len(everyone)} cases, and {len(left)} of them are about "
                 "subjects that are not excluded: too few to train on. Exclude only what you will "
