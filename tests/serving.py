@@ -50,5 +50,5 @@ def listening(
             yield f"http://127.0.0.1:{door.getsockname()[1]}", served
         finally:
             server.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=120)
             assert not thread.is_alive()

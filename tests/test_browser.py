@@ -92,7 +92,7 @@ class Page:
         every = "[...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
         return self.js(every, selector)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 30) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.find("body").text

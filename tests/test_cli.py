@@ -524,7 +524,7 @@ def test_a_process_ends_with_a_message_and_a_code(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
     command = [sys.executable, "-m", "factscope", "trace", CITY, *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"factscope: {message}")

@@ -285,7 +285,7 @@ def test_killed_five_times_a_run_of_200_cases_is_that_of_an_unbroken_one(
     records, draw = tmp_path / "run" / "records.jsonl", random.Random(2)
     for kill in range(5):
         process = begun(go, model, tmp_path / "run")
-        aim = 35 * kill + draw.randrange(1, 35)
+        aim = 25 * kill + draw.randrange(1, 25)
         while process.is_alive() and _lines(records) < aim:
             time.sleep(0.005)
         process.kill()

@@ -4,22 +4,31 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from commands import saved_model
 
 BENCH = Path(__file__).parents[1] / "bench" / "serve_load.py"
 
 
-def test_fifty_visitors_are_answered_or_refused(tmp_path: Path) -> None:
-    model = saved_model(tmp_path / "tiny", spread=0.15)
-    words = [sys.executable, str(BENCH), "--seconds", "8", "--model", str(model), "--json"]
+KINDS = {"read", "traced", "left", "edited", "asked", "nonsense", "refused"}
+
+
+def crowd(model: Path, seconds: int) -> dict[str, Any]:
+    words = [sys.executable, str(BENCH), "--model", str(model), "--json", "--seconds", str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_fifty_visitors_are_answered_or_refused(tmp_path: Path) -> None:
+    model = saved_model(tmp_path / "tiny", spread=0.15)
+    found = crowd(model, 8)
+    if KINDS - set(found["answers"]):  # a slow machine
+        found = crowd(model, 60)
     assert found["errors"] == 0, found["first_errors"]
     assert found["clients"] == 50
-    for what in ("read", "traced", "left", "edited", "asked", "nonsense", "refused"):
-        assert found["answers"].get(what), f"nobody was {what}"
+    assert not KINDS - set(found["answers"])
     memory = found["memory_mib"]
     grown = memory["highest of the second half"] - memory["highest of the first half"]
     assert grown < 40, memory

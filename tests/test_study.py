@@ -357,7 +357,7 @@ def test_bad_words_are_one_message(runs: Run, words: tuple[str, ...], said: str)
 
 def wait_for(path: Path) -> None:
     """Until the download is there, whole."""
-    for _ in range(200):
+    for _ in range(2400):
         if path.is_file() and path.stat().st_size:
             return
         time.sleep(0.05)

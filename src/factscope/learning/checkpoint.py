@@ -31,7 +31,7 @@ def restore_(trainer: Trainer, path: Path) -> None:
     """Bring a fresh trainer to where another was."""
     header, tensors = tensors_in(path, FORMAT)
     try:
-        trainer.progress = Progress(**header["progress"])
+        trainer.progress, trainer.begun = Progress(**header["progress"]), True
         trainer.network.load_state_dict(_under("network.", tensors))
         device = trainer.lm.device
         trainer.best = {name: x.to(device) for name, x in _under("best.", tensors).items()}

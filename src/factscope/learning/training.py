@@ -121,7 +121,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Before the first step: learn from one group how large factors usually are."""
-        if self.begun or self.progress.step:
+        if self.begun:
             return
         self.begun = True
         group = self.shelf.group(0)

@@ -205,7 +205,7 @@ class TrainRun:
         saver = _Saver(self, trainer, folder)
         done(self._share(trainer))
         try:
-            if trainer.progress.step == 0:
+            if not folder.training_records():
                 saver.look(seen)
             while not self._over(trainer):
                 before = self._share(trainer)
