@@ -8,6 +8,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,27 @@ def test_a_killed_training_goes_on_bit_by_bit(
     for name in ("loss", "edit", "local"):
         pairs = zip(run.begin(lm, out).training_records(), whole.training_records(), strict=True)
         assert all(getattr(a, name) == getattr(b, name) for a, b in pairs)
+
+
+def test_writing_takes_a_share_of_the_time_only(
+    lm: LM, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = 0.0, []
+
+    def slowly(trainer: Trainer, path: Path) -> None:
+        nonlocal now
+        now += 1
+        written.append(trainer.progress.step)
+
+    def seen(record: TrainingRecord) -> None:
+        nonlocal now
+        now += 4
+
+    monkeypatch.setattr(runs_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(runs_module, "write_checkpoint", slowly)
+    run = a_run(model, data, steps=30)
+    run.go_on(lm, run.begin(lm, tmp_path / "run"), seen=seen)
+    assert written == [0, 25, 30]  # looks take 4 s, writing 1 s and not within the next 20; the end
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
