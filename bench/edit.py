@@ -5,12 +5,12 @@
     python bench/edit.py --shape gpt2-xl --device cuda --dtype tf32 --facts 64 --no-reference
 
 The reference writes one fact at a time, and every step is a forward pass of the whole model over
-all contexts with all logits (`factscope.editing.plain`), as in the paper's own code. Both use the
+all contexts with all logits (`editing.reference`), as in the paper's own code. Both use the
 same 21 contexts and 20 steps and never stop early. Ours is the whole call that a user makes: the
 run beforehand, the search, the solve and the guard rails; prefixes and the second moment's factor
 are made once, as in the paper's code, and are not timed on either side. On a GPU the first fact of
 all records its search, and facts that follow play recordings, if there is one of their shape
-(`factscope.editing.kept`): both are timed, the first as the median of `--repeat` runs after one to
+(`lm.accel.search_cache`): both are timed, the first as the median of `--repeat` runs after one to
 warm up, each with all recordings thrown away; those that follow on `LATER` facts of other lengths,
 each written once, after `LATER` others. The reference writes the same facts. A `--shape` has random
 weights: time does not depend on their values.
@@ -33,15 +33,15 @@ from typing import Any
 import torch
 
 from factscope.editing.editor import Editor
-from factscope.editing.learned.editor import Ke, Learned, Mend
-from factscope.editing.learned.places import last_layers, places_of
-from factscope.editing.learned.weights import NETWORKS, Weights, built
+from factscope.editing.hypernet.editor import HypernetEditor, Ke, Mend
+from factscope.editing.hypernet.gradients import last_layers, target_modules
+from factscope.editing.hypernet.weights import NETWORKS, HypernetWeights, build_network
 from factscope.editing.methods import editor
-from factscope.editing.plain import plain_rome
+from factscope.editing.reference import reference_rome
 from factscope.editing.rome import Rome
 from factscope.facts import Fact
 from factscope.lm.model import LM
-from factscope.stats.moment import SecondMoment
+from factscope.stats.second_moment import SecondMoment
 
 from shapes import SHAPES, Clock, shaped
 
@@ -148,11 +148,11 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
         times = [clock(lambda fact=fact: rome.each(lm, [fact])) for fact in others]
         written, later = others[LATER:], statistics.median(times[LATER:])
     if not args.no_reference:
-        wanted = plain_rome(ready, facts[0]).change.cpu()
+        wanted = reference_rome(ready, facts[0]).change.cpu()
         (found,) = rome(lm, facts[:1]).changes.values()
         gap = ((found.matrix() - wanted).norm() / wanted.norm()).item()
         slow = statistics.median(
-            clock(lambda fact=fact: plain_rome(ready, fact)) for fact in written
+            clock(lambda fact=fact: reference_rome(ready, fact)) for fact in written
         )
     return (
         f"| {dtype} | {len(facts)} | {slow:.3f} | {first:.3f} | {slow / first:.1f} | "
@@ -167,25 +167,25 @@ SIZES = {"mend": {"rank": 1920}, "ke": {}}
 """The published networks."""
 
 
-def learned(lm: LM, kind: type[Learned]) -> Learned:
+def learned(lm: LM, kind: type[HypernetEditor]) -> HypernetEditor:
     """The editor with an untrained network."""
     layers = last_layers(lm)
     design: Any = NETWORKS[kind.method][0]
-    network = built(
+    network = build_network(
         kind.method,
         design(
-            places=tuple(place.shape for place in places_of(lm, layers)), layers=layers,
+            places=tuple(place.shape for place in target_modules(lm, layers)), layers=layers,
             width=lm.embed.weight.shape[1], **SIZES[kind.method],
         ),
     )  # fmt: skip
     return kind(
-        weights=Weights(
+        weights=HypernetWeights(
             network=network, model=lm.name, fingerprint=lm.fingerprint, trained={}, sha256="none"
         )
     )
 
 
-LEARNED: dict[str, type[Learned]] = {"mend": Mend, "ke": Ke}
+LEARNED: dict[str, type[HypernetEditor]] = {"mend": Mend, "ke": Ke}
 
 
 def compared(args: argparse.Namespace, dtype: str, clock: Clock) -> Iterator[str]:

@@ -21,10 +21,10 @@ import torch
 
 from factscope.analysis.estimate import Estimate, estimate
 from factscope.analysis.metrics import SUCCESSES, case_metrics, harmonic_mean
-from factscope.data.cases_file import read_cases
+from factscope.data.readers import read_cases
 from factscope.editing.edit import Edit
 from factscope.editing.methods import editor
-from factscope.evaluation.cases import Asking, score_cases
+from factscope.evaluation.cases import ScoringOptions, score_cases
 from factscope.facts import Case
 from factscope.lm.load import load
 from factscope.lm.model import LM
@@ -67,7 +67,7 @@ def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> 
     usable = [edit.to(lm.device) for edit in edits if isinstance(edit, Edit)]
     number = iter(range(len(usable)))
     seats = [next(number) if isinstance(edit, Edit) else None for edit in edits]
-    asking = Asking(length=0, attributes=False)
+    asking = ScoringOptions(length=0, attributes=False)
     found = [case_metrics(x) for x in score_cases(lm, cases, usable, seats, asking=asking)]
     return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESSES}
 
@@ -90,9 +90,8 @@ def health(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
 
 def collected(lm: LM, layers: Sequence[int], text: Path, tokens: int, folder: Path) -> None:
     """Second moments of the layers that are not in the folder yet."""
-    from factscope.stats.collect import collect
-    from factscope.stats.find import file_name
-    from factscope.stats.moment_file import save_moment
+    from factscope.stats.covariance import collect
+    from factscope.stats.second_moment import file_name, save_moment
     from factscope.stats.text import documents, windows
 
     missing = [layer for layer in layers if not (folder / file_name(layer)).is_file()]

@@ -4,7 +4,7 @@
     python bench/evaluate.py --shape gpt2-xl --device cuda --dtype tf32 bfloat16 --cases 64
 
 The reference does what the paper's code does, one case after the other: score the prompts of the
-unedited model in one batch with all logits, write its ten texts, edit (`factscope.editing.plain`),
+unedited model in one batch with all logits, write its ten texts, edit (`editing.reference`),
 write the weights, score and write again, and put the weights back. Ours is `Evaluation`: all cases
 together, each row under its own edit. Both have the same 21 contexts and 20 steps without early
 stop, a full case of CounterFact (1 + 2 + 10 + 10 prompts with two objects, 10 texts of 100 tokens),
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from edit import SUBJECTS, prepared
-from factscope.data.everyday import everyday_cases
-from factscope.editing.plain import plain_rome
-from factscope.evaluation.cases import Asking
+from factscope.data.readers import everyday_cases
+from factscope.editing.reference import reference_rome
+from factscope.evaluation.cases import ScoringOptions
 from factscope.evaluation.protocols import Evaluation
 from factscope.facts import Case, Fact
+from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.model import LM
-from factscope.lm.tokens import continuation, encode
-from factscope.lm.writing import draws_of, write_on
+from factscope.lm.tokens import continuation_ids, encode
 
 from shapes import SHAPES, Clock
 
@@ -53,10 +53,10 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def reference(lm: LM, ready: Any, case: Case, asking: Asking) -> None:
+def reference(lm: LM, ready: Any, case: Case, asking: ScoringOptions) -> None:
     """One case by the plain procedure."""
     plainly(lm, case, asking)
-    change = plain_rome(ready, case.fact).change
+    change = reference_rome(ready, case.fact).change
     weight = lm.mlp_weight(ready.layer)
     kept = weight.clone()
     with torch.no_grad():
@@ -66,27 +66,27 @@ def reference(lm: LM, ready: Any, case: Case, asking: Asking) -> None:
 
 
 @torch.no_grad()
-def plainly(lm: LM, case: Case, asking: Asking) -> None:
+def plainly(lm: LM, case: Case, asking: ScoringOptions) -> None:
     """The prompts in one padded batch with all logits, then the texts."""
     texts = [case.fact.text, *case.paraphrases, *case.neighbours, *case.attributes]
     rows: list[list[int]] = []
     for text in texts:
         prompt = encode(lm, text)
         for target in (case.fact.target or "", case.true or ""):
-            rows.append([*prompt.ids, *continuation(lm, prompt, text, target)])
+            rows.append([*prompt.ids, *continuation_ids(lm, prompt, text, target)])
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=lm.device)
     lm.model(ids, use_cache=False).logits.float().log_softmax(-1).sum().item()
     if asking.length:
         coded = [encode(lm, text).ids for text in case.generations]
-        draws = draws_of(list(map(str, range(len(coded)))), asking.length, asking.seed)
-        write_on(lm, coded, draws, k=asking.k, steady=False)
+        draws = uniform_draws(list(map(str, range(len(coded)))), asking.length, asking.seed)
+        sample_texts(lm, coded, draws, k=asking.k, steady=False)
 
 
 def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     """A row of the table."""
     lm, rome, _ = prepared(argparse.Namespace(**{**vars(args), "facts": 1}), dtype)
-    cases, asking = cases_of(args), Asking(length=args.length)
+    cases, asking = cases_of(args), ScoringOptions(length=args.length)
     evaluation = Evaluation(lm=lm, editor=rome, data="bench", method="rome", asking=asking)
 
     def ours() -> None:

@@ -12,11 +12,16 @@ import argparse
 import time
 from pathlib import Path
 
-from factscope.analysis.effects import average_effects, average_kinds, early_site, late_site
-from factscope.analysis.severed import has_severed, severed_comparison
+from factscope.analysis.effects import (
+    average_effects,
+    average_kinds,
+    early_site,
+    has_severed,
+    late_site,
+    severed_comparison,
+)
 from factscope.records import TraceRecord, read_records
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.settings import PRESETS, Tracing
+from factscope.tracing.settings import PRESETS, Corruption, Tracing
 
 SEVERED = Tracing(sever=("mlp", "attn"), sever_rows="last_subject")
 RUNS = {
@@ -32,7 +37,7 @@ RUNS = {
 
 def trace_all(args: argparse.Namespace) -> None:
     from factscope.lm.load import load
-    from factscope.runs.tracing import TraceRun
+    from factscope.runs.trace import TraceRun
 
     lm = load(args.model, device=args.device)
     for name, settings in RUNS.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
 from factscope.lm.model import LM
 
 SHAPES = {
@@ -41,7 +41,7 @@ def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
-    return LM(model=model, tokenizer=NoTokenizer(), arch=arch_of(model), name=name)
+    return LM(model=model, tokenizer=NoTokenizer(), arch=family_of(model), name=name)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from factscope.lm.model import LM
-from factscope.stats.collect import batches, collect, rows_of, run_to
+from factscope.stats.covariance import batches, collect, rows_of, run_to
 
 from shapes import SHAPES, Clock, shaped
 

@@ -7,7 +7,7 @@
     python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
 
 The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code
-does (`factscope.tracing.plain`). Every cell costs it the same, so `--reference-cells N` times N
+does (`factscope.tracing.reference`). Every cell costs it the same, so `--reference-cells N` times N
 cells, spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up.
 A `--shape` is a model with the given dimensions and random weights: time does not depend on their
 values. `--like FILE` takes the lengths and the subjects' places from a file of facts, as the
@@ -25,16 +25,13 @@ import numpy as np
 import torch
 
 from factscope.facts import Fact
+from factscope.lm.memory import Budget, parse_bytes
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, encode_fact
 from factscope.records import KINDS
-from factscope.tracing.batch import trace_batch
-from factscope.tracing.corrupt import Corruption, Scale
-from factscope.tracing.memory import Budget, parse_bytes
-from factscope.tracing.plain import Plain
-from factscope.tracing.questions import Question
-from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import batches, default_scale
+from factscope.tracing.reference import ReferenceTrace
+from factscope.tracing.settings import Corruption, NoiseScale, Tracing
+from factscope.tracing.trace import CleanAnswer, batches, default_scale, trace_batch
 
 from shapes import SHAPES, Clock, shaped
 
@@ -47,12 +44,12 @@ Place = tuple[int, tuple[int, int]]
 """A prompt's length and its subject's tokens."""
 
 
-def random_questions(lm: LM, places: Sequence[Place]) -> list[Question]:
+def random_questions(lm: LM, places: Sequence[Place]) -> list[CleanAnswer]:
     """Prompts of random tokens, of the given lengths."""
     rng = np.random.default_rng(0)
     vocabulary = lm.embed.weight.shape[0]
     return [
-        Question(
+        CleanAnswer(
             fact=Fact(subject=str(i), prompt="{}"),
             prompt=Prompt(
                 ids=tuple(int(x) for x in rng.integers(vocabulary, size=tokens)),
@@ -70,7 +67,7 @@ def random_questions(lm: LM, places: Sequence[Place]) -> list[Question]:
 
 def places_of(facts: Path) -> list[Place]:
     """The lengths and subjects of a file of facts."""
-    from factscope.data.facts_file import read_facts
+    from factscope.data.readers import read_facts
     from factscope.lm.load import load
 
     lm = load(device="cpu")
@@ -78,17 +75,17 @@ def places_of(facts: Path) -> list[Place]:
     return [(len(prompt), subject) for prompt, subject in coded]
 
 
-def cells(plain: Plain, n_layers: int, wanted: int | None) -> Iterator[tuple[int, int]]:
+def cells(plain: ReferenceTrace, n_layers: int, wanted: int | None) -> Iterator[tuple[int, int]]:
     everything = [(t, layer) for t in range(plain.length) for layer in range(n_layers)]
     step = 1 if wanted is None else max(1, len(everything) // wanted)
     return islice(everything, step // 2, None, step)
 
 
 def reference(
-    lm: LM, q: Question, scale: Scale, settings: Tracing, wanted: int | None, clock: Clock
+    lm: LM, q: CleanAnswer, scale: NoiseScale, settings: Tracing, wanted: int | None, clock: Clock
 ) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
     """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
-    plain = Plain.of(lm, q, settings, scale)
+    plain = ReferenceTrace.of(lm, q, settings, scale)
     found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
     for kind in KINDS:
         values: dict[tuple[int, int], float] = {}
@@ -104,7 +101,13 @@ def reference(
 
 
 def median_time(
-    lm: LM, q: Question, settings: Tracing, scale: Scale, budget: Budget, repeat: int, clock: Clock
+    lm: LM,
+    q: CleanAnswer,
+    settings: Tracing,
+    scale: NoiseScale,
+    budget: Budget,
+    repeat: int,
+    clock: Clock,
 ) -> float:
     def run() -> None:
         trace_batch(lm, [q], settings, scale, budget)
@@ -112,11 +115,13 @@ def median_time(
     return statistics.median(clock(run) for _ in range(repeat))
 
 
-def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
+def compare(
+    lm: LM, q: CleanAnswer, scale: NoiseScale, args: argparse.Namespace, clock: Clock
+) -> None:
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    q = replace(q, answer=Plain.of(lm, q, settings, scale).answer)
+    q = replace(q, answer=ReferenceTrace.of(lm, q, settings, scale).answer)
     slow = {} if args.no_reference else reference(
         lm, q, scale, settings, args.reference_cells, clock
     )  # fmt: skip
@@ -138,7 +143,7 @@ def compare(lm: LM, q: Question, scale: Scale, args: argparse.Namespace, clock: 
         print(f"| all three | {totals[0]:.2f} | {together:.3f} | {totals[0] / together:.1f}× | |")
 
 
-def many(lm: LM, scale: Scale, args: argparse.Namespace, clock: Clock) -> None:
+def many(lm: LM, scale: NoiseScale, args: argparse.Namespace, clock: Clock) -> None:
     """Many facts in batches: facts a second for all three kinds together."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
@@ -168,14 +173,14 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
     weights = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     if args.shape:
         lm = shaped(args.shape, args.device, weights)
-        [question], scale = random_questions(lm, [(args.tokens, SUBJECT)]), Scale(sigma=0.02)
+        [question], scale = random_questions(lm, [(args.tokens, SUBJECT)]), NoiseScale(sigma=0.02)
     else:
         from factscope.lm.load import load
 
         lm = load(args.model, device=args.device, dtype=dtype)
         prompt, subject = encode_fact(lm, PROMPT)
         scale = default_scale(lm, Corruption(), [PROMPT])
-        question = Question(
+        question = CleanAnswer(
             fact=PROMPT, prompt=prompt, subject=subject, answer=0, clean=0.0, known=True
         )
     clock = Clock(device.type == "cuda")

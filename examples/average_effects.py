@@ -8,7 +8,7 @@ from pathlib import Path
 
 from factscope import Tracing, load, trace_many, write_records
 from factscope.analysis.effects import AverageEffects, average_kinds
-from factscope.data.facts_file import read_facts
+from factscope.data.readers import read_facts
 from factscope.report.figures import average_heatmaps, average_lines, save_figure
 
 

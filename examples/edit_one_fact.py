@@ -11,7 +11,7 @@ from factscope import Fact, load
 from factscope.editing.rome import Rome
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case
-from factscope.lm.predict import greedy
+from factscope.lm.generate import generate_greedy
 from factscope.records import EditRecord
 from factscope.report.figures import before_after_figure, save_figure
 
@@ -32,7 +32,7 @@ def main(model: str = "smollm2-135m", out: str = "edits", **settings: Any) -> Ed
     save_figure(before_after_figure(record), Path(out) / "before-after.png")
     edit.save(Path(out) / "rome.edit")
     with edit.applied(lm):  # in the weights here, and out of them afterwards
-        print(fact.text + greedy(lm, [fact.text], 12)[0])
+        print(fact.text + generate_greedy(lm, [fact.text], 12)[0])
     return record
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 
@@ -109,4 +109,6 @@ def reader(
 def tiny(family: str) -> LM:
     """The same as an LM whose tokens are numbers."""
     model = tiny_model(family)
-    return LM(model=model, tokenizer=NumberTokenizer(), arch=arch_of(model), name=f"tiny {family}")
+    return LM(
+        model=model, tokenizer=NumberTokenizer(), arch=family_of(model), name=f"tiny {family}"
+    )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import uvicorn
 
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
 from factscope.lm.model import LM
 from factscope.serve.app import make_app
-from factscope.serve.limits import Limits
-from factscope.serve.served import Served
+from factscope.serve.schemas import ServerLimits
+from factscope.serve.sessions import ServerState
 
 from families import tiny_model
 from tokenizers_ import tokenizer
@@ -28,15 +28,15 @@ def worded(family: str = "llama") -> LM:
     """A tiny model with a real tokenizer, in which an edit of layer 1 keeps the rails."""
     words = tokenizer(family)
     model = tiny_model(family, vocabulary=len(words), spread=0.15)
-    return LM(model=model, tokenizer=words, arch=arch_of(model), name="tiny")
+    return LM(model=model, tokenizer=words, arch=family_of(model), name="tiny")
 
 
 @contextmanager
 def listening(
-    lm: LM, *, runs: Path | None = None, limits: Limits | None = None
-) -> Iterator[tuple[str, Served]]:
+    lm: LM, *, runs: Path | None = None, limits: ServerLimits | None = None
+) -> Iterator[tuple[str, ServerState]]:
     """The address of a server that is up inside the block."""
-    served = Served(lm=lm, runs=runs, limits=limits or Limits())
+    served = ServerState(lm=lm, runs=runs, limits=limits or ServerLimits())
     config = uvicorn.Config(make_app(served), log_level="warning", ws="none")
     server = uvicorn.Server(config)
     with socket.socket() as door:

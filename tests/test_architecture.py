@@ -51,7 +51,7 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written out in full"
             assert node.module is not None
-            # `from factscope.lm import arch` means factscope.lm.arch
+            # `from factscope.lm import arch` means factscope.lm.families
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -152,7 +152,7 @@ def test_importing_does_nothing_and_is_light(module: str, tmp_path: Path) -> Non
 
 
 def test_the_report_starts_without_torch(tmp_path: Path) -> None:
-    probe = "import sys, factscope.report.run; assert 'torch' not in sys.modules"
+    probe = "import sys, factscope.report.traces; assert 'torch' not in sys.modules"
     words = [sys.executable, "-c", probe]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from factscope.editing.batches import halving
-from factscope.editing.editor import Done
+from factscope.editing.batches import run_in_batches
+from factscope.editing.editor import Progress
 from factscope.errors import OutOfMemory
 
 
@@ -15,7 +15,7 @@ def run(limit: int, size: int = 4, items: int = 7) -> tuple[list[int], list[int]
     sizes: list[int] = []
     heard: list[float] = []
 
-    def solve(some: Sequence[int], done: Done) -> list[int]:
+    def solve(some: Sequence[int], done: Progress) -> list[int]:
         sizes.append(len(some))
         done(0.5)
         if len(some) > limit:
@@ -23,7 +23,7 @@ def run(limit: int, size: int = 4, items: int = 7) -> tuple[list[int], list[int]
         done(0.5)
         return [10 * x for x in some]
 
-    return halving(range(items), size, solve, heard.append), sizes, heard
+    return run_in_batches(range(items), size, solve, heard.append), sizes, heard
 
 
 def test_with_enough_memory_batches_are_full() -> None:
@@ -53,11 +53,11 @@ def test_what_does_not_fit_alone_is_told() -> None:
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    def solve(some: Sequence[int], done: Done) -> list[int]:
+    def solve(some: Sequence[int], done: Progress) -> list[int]:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        halving([1, 2], 2, solve, lambda share: None)
+        run_in_batches([1, 2], 2, solve, lambda share: None)
 
 
 def test_nothing_to_solve_is_nothing() -> None:

@@ -15,8 +15,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from factscope.serve.limits import Limits
-from factscope.serve.served import Served
+from factscope.serve.schemas import ServerLimits
+from factscope.serve.sessions import ServerState
 from test_serve import case_record, slow
 
 from browser import browser
@@ -40,8 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(runs: Path) -> Iterator[tuple[str, Served]]:
-    with listening(worded(), runs=runs, limits=Limits(written=8)) as found:
+def server(runs: Path) -> Iterator[tuple[str, ServerState]]:
+    with listening(worded(), runs=runs, limits=ServerLimits(written=8)) as found:
         yield found
 
 
@@ -154,7 +154,7 @@ class Page:
 
 @pytest.fixture(params=WIDTHS)
 def page(
-    request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, Served]
+    request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, ServerState]
 ) -> Iterator[Page]:
     yield Page(chrome, server[0], request.param)
     severe = [e["message"] for e in chrome.get_log("browser") if e["level"] == "SEVERE"]
@@ -301,7 +301,7 @@ def test_errors_are_words_on_the_page(page: Page) -> None:
 
 
 def test_cancel_stops_the_work(
-    page: Page, server: tuple[str, Served], monkeypatch: pytest.MonkeyPatch
+    page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: threading.Event = slow(server[1], monkeypatch)
     field = page.find("[name=seed]")

@@ -13,10 +13,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from factscope.analysis.composition import Item, composition
-from factscope.data import wikidata
-from factscope.data.articles import about, by_entity, read_articles, sentences
-from factscope.data.build import (
+from factscope.data.readers import neutral_sentences, openings, read_cases
+from factscope.errors import BadFact, BadSetting, NoNetwork
+from factscope.extras.counterfact_builder import wikidata
+from factscope.extras.counterfact_builder.articles import about, by_entity, read_articles, sentences
+from factscope.extras.counterfact_builder.build import (
     COUNTERFACT,
     Holders,
     Relation,
@@ -26,10 +27,8 @@ from factscope.data.build import (
     references,
     relations_of,
 )
-from factscope.data.cases_file import read_cases
-from factscope.data.phrases import neutral_sentences, openings
-from factscope.data.wikidata import Wikidata, query
-from factscope.errors import BadFact, BadSetting, NoNetwork
+from factscope.extras.counterfact_builder.composition import Item, composition
+from factscope.extras.counterfact_builder.wikidata import Wikidata, query
 from factscope.facts import Case, Fact
 
 from commands import Result, Run, runner

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from factscope.editing.edit import Edit, LowRank
-from factscope.evaluation.cases import Asking, score_cases
-from factscope.evaluation.score import Ask, answers
+from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
@@ -36,7 +36,7 @@ QUESTION = Case(
     neighbours=("nq question: who wrote it?",),
     neighbour_answers=("Miles Davis",),
 )
-SHORT = Asking(length=14)
+SHORT = ScoringOptions(length=14)
 
 
 def edits_of(lm: LM) -> list[Edit]:
@@ -82,7 +82,7 @@ def test_a_case_of_counterfact_is_asked_for_both_objects() -> None:
     assert counts == {"prompt": 1, "paraphrase": 2, "neighbour": 2, "attribute": 1}
     assert not scores.tokens
     text = CASES[0].paraphrases[1]
-    new, true = answers(lm, [Ask(text, "Rome"), Ask(text, "Paris")])
+    new, true = score_queries(lm, [Query(text, "Rome"), Query(text, "Paris")])
     asked = scores.prompts["paraphrase"][1]
     assert (asked.new, asked.true) == pytest.approx((new.nll, true.nll), rel=1e-5)
     assert asked.new_right == all(new.right)
@@ -95,7 +95,7 @@ def test_texts_hold_their_openings_and_are_as_long_as_asked() -> None:
     assert all(len(encode(lm, text)) >= 10 for text in first.texts)
     assert second.texts[0] != second.texts[1]  # the same opening, drawn twice
     assert score_cases(lm, CASES, asking=replace(SHORT, seed=1))[0].texts != first.texts
-    assert score_cases(lm, CASES, asking=Asking(length=0))[0].texts == ()
+    assert score_cases(lm, CASES, asking=ScoringOptions(length=0))[0].texts == ()
 
 
 def test_a_question_is_scored_token_by_token() -> None:
@@ -104,9 +104,9 @@ def test_a_question_is_scored_token_by_token() -> None:
     (scores,) = score_cases(lm, [QUESTION], asking=SHORT)
     assert not scores.prompts
     wanted = {
-        "prompt": answers(lm, [Ask(QUESTION.fact.text, "Austria")])[0].right,
-        "paraphrase": answers(lm, [Ask(QUESTION.paraphrases[0], "Austria")])[0].right,
-        "neighbour": answers(lm, [Ask(QUESTION.neighbours[0], "Miles Davis")])[0].right,
+        "prompt": score_queries(lm, [Query(QUESTION.fact.text, "Austria")])[0].right,
+        "paraphrase": score_queries(lm, [Query(QUESTION.paraphrases[0], "Austria")])[0].right,
+        "neighbour": score_queries(lm, [Query(QUESTION.neighbours[0], "Miles Davis")])[0].right,
     }
     assert scores.tokens == wanted
     assert len(scores.tokens["neighbour"]) > 1

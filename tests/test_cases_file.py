@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from factscope.data.cases_file import read_cases
-from factscope.data.zsre import read_zsre
+from factscope.data.readers import read_cases, read_zsre
 from factscope.errors import BadFact
 from factscope.facts import Case, Fact
 

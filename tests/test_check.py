@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from factscope.errors import BadModelFile, UnknownFamily
-from factscope.lm import arch
-from factscope.lm.arch import arch_of, check
+from factscope.lm import families as arch
+from factscope.lm.families import check_family, family_of
 from factscope.lm.model import LM
 
 from families import tiny
@@ -20,7 +20,7 @@ def no_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_fits_its_family(lm: LM) -> None:
-    check(lm)
+    check_family(lm)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_a_wrong_row_is_caught(fields: dict, part: str) -> None:
     lm = tiny("gpt2")
     wrong = LM(model=lm.model, tokenizer=None, arch=replace(lm.arch, **fields), name="wrong")
     with pytest.raises(BadModelFile, match=part):
-        check(wrong)
+        check_family(wrong)
 
 
 def test_an_unknown_family_is_told_how_to_join() -> None:
     with pytest.raises(UnknownFamily, match=r"Linear.*ARCHS.*CONTRIBUTING"):
-        arch_of(torch.nn.Linear(1, 1))
+        family_of(torch.nn.Linear(1, 1))

@@ -234,7 +234,7 @@ def test_stopping_says_how_to_go_on(trace: Run, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The subjects of the facts that were traced, as they come."""
-    from factscope.runs import tracing
+    from factscope.runs import trace as tracing
 
     real, subjects = tracing.trace_many, list[str]()
 
@@ -404,7 +404,7 @@ def test_report_as_json(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    monkeypatch.setattr("factscope.report.run.save_figure", quickly)
+    monkeypatch.setattr("factscope.report.traces.save_figure", quickly)
     result = factscope(
         "report", run, "--out", tmp_path / "elsewhere", "--preset", "paper", "--json"
     )
@@ -440,7 +440,7 @@ def test_find_known(
     pairs.write_text(json.dumps({"P36": [["France", "Paris"], ["Italy", "Rome"]]}))
     patterns.write_text(json.dumps({"P36": ["The capital of [X] is [Y]."]}))
     monkeypatch.setattr(
-        "factscope.tracing.discover.greedy",
+        "factscope.tracing.known.greedy",
         lambda lm, texts, tokens: [" the city of Paris, France" for _ in texts],
     )
     out = tmp_path / "new" / "known.jsonl"
@@ -473,7 +473,7 @@ def test_find_known_draws_at_random_but_the_same(
     rows = [{"subject": f"Oslo {i}", "prompt": "{} is in", "target": "Norway"} for i in range(9)]
     facts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(
-        "factscope.tracing.discover.greedy", lambda lm, texts, tokens: [" Norway" for _ in texts]
+        "factscope.tracing.known.greedy", lambda lm, texts, tokens: [" Norway" for _ in texts]
     )
     drawn = []
     for seed in (0, 0, 1):

@@ -13,11 +13,11 @@ import torch
 
 from factscope.cli.edit_view import warn
 from factscope.cli.main import main
-from factscope.editing.edit_file import load_edit
-from factscope.editing.methods import METHODS
-from factscope.editing.problem import ValueSearch
+from factscope.editing.edit import load_edit
+from factscope.editing.methods import EDITORS
 from factscope.editing.rome import Rome
-from factscope.evaluation.score import Ask, answers
+from factscope.editing.value_search import ValueSearch
+from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Fact
 from factscope.lm.load import load
 from factscope.records import EditRecord, read_records
@@ -146,7 +146,7 @@ def test_an_edit_as_json_says_what_the_written_weights_do(
 
 
 def score(lm: Any, text: str, target: str) -> float:
-    [answer] = answers(lm, [Ask(text, target)])
+    [answer] = score_queries(lm, [Query(text, target)])
     return float(torch.tensor(-answer.nll).exp())
 
 
@@ -164,7 +164,7 @@ def test_an_edit_in_words(edit: Run, tmp_path: Path) -> None:
     assert load_edit(tmp_path / "new" / "rome.edit").method == "rome"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EDITORS)
 def test_what_may_help_is_a_flag_of_the_method(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +173,7 @@ def test_what_may_help_is_a_flag_of_the_method(
     words = capsys.readouterr().err
     named = set(re.findall(r"--([a-z-]+)", words))
     called = {"layers": "layer", "most": "neurons"}
-    made = METHODS[method]["default"]
+    made = EDITORS[method]["default"]
     known = [*fields(made), *fields(getattr(made, "search", made))]
     flags = {called.get(field.name, field.name).replace("_", "-") for field in known}
     assert "method" in named
@@ -195,10 +195,10 @@ def test_a_file_that_is_there_is_replaced(edit: Run, tmp_path: Path) -> None:
     assert load_edit(tmp_path / "rome.edit").facts[0].target == "Rome"
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"mend", "ke"}))  # see test_training
+@pytest.mark.parametrize("method", sorted(set(EDITORS) - {"mend", "ke"}))  # see test_training
 @pytest.mark.parametrize("preset", ["default", "paper"])
 def test_every_method_is_called_by_its_name(edit: Run, method: str, preset: str) -> None:
-    searching = "search" in vars(METHODS[method][preset])
+    searching = "search" in vars(EDITORS[method][preset])
     words = QUICK if searching else ("--found", "--rate", 1e-3, "--steps", 5)
     if method == "kn":
         words = ("--found", "--prefix-lengths", "3x2", "--steps", 3)
@@ -257,7 +257,7 @@ def test_a_trace_chooses_the_layer(edit: Run, monkeypatch: pytest.MonkeyPatch) -
         asked.append(fact)
         return 2
 
-    monkeypatch.setattr("factscope.editing.layers.traced_layer", traced)
+    monkeypatch.setattr("factscope.editing.defaults.traced_layer", traced)
     words = (*EIFFEL, *QUICK, "--layer", "auto", "--found", "--force", "--json")
     result = edit(*words, "--generate-tokens", 0)
     assert result.code == 0, result.err
@@ -484,7 +484,7 @@ def test_facts_that_are_said_already_are_left_out(
     edit: Run, facts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "factscope.evaluation.before_after.already_said", lambda lm, facts: [True, False]
+        "factscope.evaluation.before_after.already_predicted", lambda lm, facts: [True, False]
     )
     result = edit("--facts", facts, *QUICK, "--json")
     assert result.code == 0, result.err
@@ -492,7 +492,7 @@ def test_facts_that_are_said_already_are_left_out(
     assert len(said["facts"]) == len(said["left_out"]) == 1
     assert "says 'Rome'" in result.err
     monkeypatch.setattr(
-        "factscope.evaluation.before_after.already_said", lambda lm, facts: [True, True]
+        "factscope.evaluation.before_after.already_predicted", lambda lm, facts: [True, True]
     )
     assert_refused(edit("--facts", facts, *QUICK), "all 2 facts", "nothing to change")
 
@@ -672,7 +672,7 @@ def test_the_demo_traces_edits_and_draws(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mild = Rome(token="last", prefix_lengths=((3, 2),), search=ValueSearch(steps=5, rate=0.1))
-    monkeypatch.setitem(METHODS["rome"], "default", mild)
+    monkeypatch.setitem(EDITORS["rome"], "default", mild)
     out = tmp_path / "pictures"
     result = factscope("demo", "-m", model, "--out", out, "--device", "cpu", "--json")
     assert result.code == 0, result.err

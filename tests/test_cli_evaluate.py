@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from factscope.cli.evaluate_options import data_name
-from factscope.data.cases_file import read_cases
-from factscope.editing.kn import KN
-from factscope.evaluation.cases import Asking, score_cases
+from factscope.data.readers import read_cases
+from factscope.editing.knowledge_neurons import KN
+from factscope.evaluation.cases import ScoringOptions, score_cases
 from factscope.lm.load import load
 from factscope.records import read_case_records
 from test_evaluating import record
@@ -70,7 +70,7 @@ def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases
         assert made.fact == case.fact
         fact = replace(case.fact, old=case.true)
         (edit,) = KN(prefixes=()).each(lm, [fact])
-        alone = score_cases(lm, [case], [edit], [0], asking=Asking(length=0))[0]
+        alone = score_cases(lm, [case], [edit], [0], asking=ScoringOptions(length=0))[0]
         assert made.after is not None
         for kind, asked in alone.prompts.items():
             for one, other in zip(asked, made.after.prompts[kind], strict=True):

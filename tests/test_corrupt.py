@@ -6,16 +6,23 @@ import torch
 
 from factscope.errors import BadSetting
 from factscope.facts import Fact
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
 from factscope.lm.model import LM
-from factscope.tracing.corrupt import Corruption, Scale, draw, measure, noisy, parse_level
+from factscope.tracing.settings import (
+    Corruption,
+    NoiseScale,
+    corrupt_embeddings,
+    measure_noise_scale,
+    parse_noise_level,
+    sample_noise,
+)
 
 from families import tiny_model
 from tokenizers_ import tokenizer
 
 FACT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
 OTHER = Fact(subject="Big Ben", prompt="{} is located in the city of")
-SCALE = Scale(sigma=0.5)
+SCALE = NoiseScale(sigma=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +30,16 @@ def worded() -> LM:
     """A tiny model with a real tokenizer."""
     words = tokenizer("gpt2")
     model = tiny_model("gpt2", vocabulary=len(words))
-    return LM(model=model, tokenizer=words, arch=arch_of(model), name="worded")
+    return LM(model=model, tokenizer=words, arch=family_of(model), name="worded")
 
 
 def test_the_papers_stream() -> None:
     corruption = Corruption(stream="paper", seed=1, samples=10)
     wanted = np.random.RandomState(1).randn(10, 4, 6) * (3 * 0.5)
-    np.testing.assert_array_equal(draw(corruption, SCALE, FACT, 4, 6), wanted)
-    np.testing.assert_array_equal(draw(corruption, SCALE, OTHER, 4, 6), wanted)  # begun anew
+    np.testing.assert_array_equal(sample_noise(corruption, SCALE, FACT, 4, 6), wanted)
+    np.testing.assert_array_equal(
+        sample_noise(corruption, SCALE, OTHER, 4, 6), wanted
+    )  # begun anew
 
 
 def test_the_papers_uniform_stream() -> None:
@@ -38,15 +47,15 @@ def test_the_papers_uniform_stream() -> None:
         stream="paper", seed=1, samples=2, distribution="uniform", level=0.1346, in_sigmas=False
     )
     wanted = np.random.RandomState(1).uniform(-1, 1, (2, 3, 4)) * 0.1346
-    np.testing.assert_array_equal(draw(corruption, SCALE, FACT, 3, 4), wanted)
+    np.testing.assert_array_equal(sample_noise(corruption, SCALE, FACT, 3, 4), wanted)
 
 
 def test_by_default_facts_have_noise_of_their_own_that_can_be_had_again() -> None:
     corruption = Corruption(samples=3)
-    first = draw(corruption, SCALE, FACT, 4, 6)
-    np.testing.assert_array_equal(first, draw(corruption, SCALE, FACT, 4, 6))
-    assert not np.allclose(first, draw(corruption, SCALE, OTHER, 4, 6))
-    assert not np.allclose(first, draw(Corruption(samples=3, seed=1), SCALE, FACT, 4, 6))
+    first = sample_noise(corruption, SCALE, FACT, 4, 6)
+    np.testing.assert_array_equal(first, sample_noise(corruption, SCALE, FACT, 4, 6))
+    assert not np.allclose(first, sample_noise(corruption, SCALE, OTHER, 4, 6))
+    assert not np.allclose(first, sample_noise(Corruption(samples=3, seed=1), SCALE, FACT, 4, 6))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_by_default_facts_have_noise_of_their_own_that_can_be_had_again() -> Non
     ],
 )
 def test_the_level_is_what_it_says(corruption: Corruption, spread: float) -> None:
-    noise = draw(corruption, SCALE, FACT, 50, 200)
+    noise = sample_noise(corruption, SCALE, FACT, 50, 200)
     assert noise.std() == pytest.approx(spread, rel=0.02)
     assert noise.mean() == pytest.approx(0, abs=0.02 * spread)
 
@@ -67,8 +76,8 @@ def test_embedding_noise_has_their_mean_and_covariance() -> None:
     rng = np.random.default_rng(0)
     root = rng.normal(size=(5, 5))
     root = root @ root.T
-    measured = Scale(sigma=1.0, mean=np.arange(5.0), spread=root)
-    noise = draw(Corruption(distribution="embedding", samples=400), measured, FACT, 50, 5)
+    measured = NoiseScale(sigma=1.0, mean=np.arange(5.0), spread=root)
+    noise = sample_noise(Corruption(distribution="embedding", samples=400), measured, FACT, 50, 5)
     flat = noise.reshape(-1, 5)
     np.testing.assert_allclose(flat.mean(0), np.arange(5.0), atol=0.15)
     wanted = root @ root
@@ -79,13 +88,15 @@ def test_sigma_is_over_every_entry_of_the_subjects_embeddings(worded: LM) -> Non
     subjects = ["The Eiffel Tower", "Big Ben"]
     ids = [i for s in subjects for i in worded.tokenizer(s, add_special_tokens=False)["input_ids"]]
     wanted = worded.embed.weight[ids].double().std()  # unbiased
-    assert measure(worded, Corruption(), subjects, []).sigma == pytest.approx(wanted.item())
+    assert measure_noise_scale(worded, Corruption(), subjects, []).sigma == pytest.approx(
+        wanted.item()
+    )
 
 
 def test_the_covariance_is_that_of_the_texts_tokens(worded: LM) -> None:
     texts = ["The Eiffel Tower is located in the city of Paris", "Rome is the capital of Italy"]
     ids = [i for s in texts for i in worded.tokenizer(s, add_special_tokens=False)["input_ids"]]
-    found = measure(worded, Corruption(distribution="embedding"), ["Big Ben"], texts)
+    found = measure_noise_scale(worded, Corruption(distribution="embedding"), ["Big Ben"], texts)
     assert found.mean is not None
     assert found.spread is not None
     rows = worded.embed.weight[ids].double().numpy()
@@ -96,8 +107,8 @@ def test_the_covariance_is_that_of_the_texts_tokens(worded: LM) -> None:
 def test_noise_is_added_or_put_in_place() -> None:
     clean = torch.ones(2, 3, 4)
     noise = np.full((2, 3, 4), 0.5)
-    assert torch.equal(noisy(clean, noise, replace=False), torch.full((2, 3, 4), 1.5))
-    assert torch.equal(noisy(clean, noise, replace=True), torch.full((2, 3, 4), 0.5))
+    assert torch.equal(corrupt_embeddings(clean, noise, replace=False), torch.full((2, 3, 4), 1.5))
+    assert torch.equal(corrupt_embeddings(clean, noise, replace=True), torch.full((2, 3, 4), 0.5))
 
 
 def test_extra_tokens_stop_at_the_end() -> None:
@@ -109,13 +120,13 @@ def test_extra_tokens_stop_at_the_end() -> None:
     ("text", "level"), [("3s", (3.0, True)), ("0.25", (0.25, False)), (" 1.5s ", (1.5, True))]
 )
 def test_levels_as_people_write_them(text: str, level: tuple[float, bool]) -> None:
-    assert parse_level(text) == level
+    assert parse_noise_level(text) == level
 
 
 @pytest.mark.parametrize("text", ["", "s", "three", "3x"])
 def test_what_is_no_level(text: str) -> None:
     with pytest.raises(BadSetting, match="3s"):
-        parse_level(text)
+        parse_noise_level(text)
 
 
 @pytest.mark.parametrize(

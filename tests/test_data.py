@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from factscope.data.everyday import everyday
-from factscope.data.facts_file import read_facts
-from factscope.data.pararel import statements
+from factscope.data.readers import everyday, read_facts, statements
 from factscope.errors import BadFact
 from factscope.facts import Fact
+from factscope.lm.generate import generate_greedy
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
-from factscope.lm.predict import greedy
 from factscope.lm.tokens import encode
-from factscope.tracing import discover
-from factscope.tracing.discover import find_known, words_before
+from factscope.tracing import known as discover
+from factscope.tracing.known import find_known, words_before
 
 from families import tiny_model
 from tokenizers_ import tokenizer
@@ -362,7 +360,7 @@ def test_greedy_is_what_the_model_would_say(
     for text in TEXTS:
         ids = without_cache(lm, text, 8)
         wanted.append(ids[: ids.index(end)] if end in ids else ids)
-    said = greedy(lm, TEXTS, 8, rows=2)
+    said = generate_greedy(lm, TEXTS, 8, rows=2)
     assert [s.split()[-len(w) :] if w else [] for s, w in zip(said, wanted, strict=True)] == [
         [str(i) for i in ids] for ids in wanted
     ]
@@ -372,7 +370,7 @@ def test_greedy_stops_at_the_end_of_text(gpt2: LM, monkeypatch: pytest.MonkeyPat
     ids = without_cache(gpt2, TEXTS[0], 6)
     stop = ids[3]
     monkeypatch.setattr(type(gpt2.tokenizer), "eos_token_id", stop, raising=False)
-    assert greedy(gpt2, [TEXTS[0]], 6) == [gpt2.tokenizer.decode(ids[: ids.index(stop)])]
+    assert generate_greedy(gpt2, [TEXTS[0]], 6) == [gpt2.tokenizer.decode(ids[: ids.index(stop)])]
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama", "gemma", "opt", "qwen", "bloom"])
@@ -384,5 +382,5 @@ def test_greedy_text_continues_the_prompt(style: str, monkeypatch: pytest.Monkey
     def answer(lm: LM, rows: list[tuple[int, ...]], *how: object) -> list[list[int]]:
         return [list(wanted) for _ in rows]
 
-    monkeypatch.setattr("factscope.lm.predict.continue_ids", answer)
-    assert greedy(lm, [TEXTS[0]], 5) == [" Paris and"]
+    monkeypatch.setattr("factscope.lm.generate.generate_ids", answer)
+    assert generate_greedy(lm, [TEXTS[0]], 5) == [" Paris and"]

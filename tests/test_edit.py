@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.health import Health
-from factscope.editing.ledger import edits_in
-from factscope.editing.rows import edited
+from factscope.editing.applied import applied_edits
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
+from factscope.editing.per_row import edited
 from factscope.errors import BadEdit, UnsafeEdit
 from factscope.facts import Fact
 from factscope.lm.model import LM
@@ -113,7 +112,7 @@ def gpt2() -> Iterator[LM]:
     lm = tiny("gpt2")
     before = state_of(lm)
     yield lm
-    for edit in edits_in(lm):
+    for edit in applied_edits(lm):
         edit.revert(lm)
     assert_same(state_of(lm), before)
 
@@ -126,13 +125,13 @@ def test_an_edit_goes_in_and_comes_off(lm: LM) -> None:
     for edit in some_edits(lm):
         with edit.applied(lm) as same:
             assert same is lm
-            assert edits_in(lm) == (edit,)
+            assert applied_edits(lm) == (edit,)
             after = state_of(lm)
             assert not torch.allclose(logits(lm), unedited, rtol=1e-4, atol=1e-4)
             changed = {name for name in before if not torch.equal(after[name], before[name])}
             assert changed == set(edit.changes)
         assert_same(state_of(lm), before)
-        assert edits_in(lm) == ()
+        assert applied_edits(lm) == ()
     assert torch.equal(logits(lm), unedited)
 
 
@@ -152,7 +151,7 @@ def test_edits_come_off_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
     for taken in range(1, 5):
         edits[order[taken - 1]].revert(gpt2)
         left = [edit for i, edit in enumerate(edits) if i not in order[:taken]]
-        assert edits_in(gpt2) == tuple(left)
+        assert applied_edits(gpt2) == tuple(left)
         # As if the others had never been there: the same edits on a new model.
         fresh = tiny("gpt2")
         for edit in left:
@@ -167,7 +166,7 @@ def test_an_edit_comes_off_after_an_error(gpt2: LM) -> None:
     with pytest.raises(KeyboardInterrupt), first.applied(gpt2), second.applied(gpt2):
         raise KeyboardInterrupt
     assert_same(state_of(gpt2), before)
-    assert edits_in(gpt2) == ()
+    assert applied_edits(gpt2) == ()
 
 
 def test_blocks_may_overlap(gpt2: LM) -> None:
@@ -177,7 +176,7 @@ def test_blocks_may_overlap(gpt2: LM) -> None:
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)
-    assert edits_in(gpt2) == (second,)
+    assert applied_edits(gpt2) == (second,)
     inner.__exit__(None, None, None)
     assert_same(state_of(gpt2), before)
 
@@ -191,7 +190,7 @@ def test_an_edit_is_applied_once(gpt2: LM) -> None:
         with pytest.raises(BadEdit, match="applied already"), edit.applied(gpt2):
             pass
         assert_same(state_of(gpt2), there)
-        assert edits_in(gpt2) == (edit,)
+        assert applied_edits(gpt2) == (edit,)
 
 
 def test_an_edit_that_is_not_there_does_not_come_off(gpt2: LM) -> None:
@@ -205,10 +204,10 @@ def test_an_edit_that_is_not_there_does_not_come_off(gpt2: LM) -> None:
 def test_two_models_have_edits_of_their_own(gpt2: LM) -> None:
     other, edit = tiny("gpt2"), some_edits(gpt2)[0]
     with edit.applied(gpt2):
-        assert edits_in(other) == ()
+        assert applied_edits(other) == ()
         with edit.applied(other):
             assert_same(state_of(other), state_of(gpt2))
-        assert edits_in(gpt2) == (edit,)
+        assert applied_edits(gpt2) == (edit,)
 
 
 # ---- what is refused
@@ -223,7 +222,7 @@ def test_another_model_is_refused(gpt2: LM) -> None:
         pass
     assert_same(state_of(gpt2), before)
     with edit.applied(gpt2, force=True):
-        assert edits_in(gpt2) == (edit,)
+        assert applied_edits(gpt2) == (edit,)
 
 
 def test_the_fingerprint_is_of_the_unedited_model(gpt2: LM) -> None:
@@ -244,15 +243,15 @@ def test_a_forced_edit_must_still_fit(gpt2: LM) -> None:
 
 
 def test_an_unsafe_edit_is_refused_unless_forced(gpt2: LM) -> None:
-    health = Health(
+    health = EditChecks(
         division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=900.0
     )
     edit = replace(some_edits(gpt2)[0], health=health)
     with pytest.raises(UnsafeEdit, match="perplexity"):
         edit.apply(gpt2)
-    assert edits_in(gpt2) == ()
+    assert applied_edits(gpt2) == ()
     with edit.applied(gpt2, force=True):
-        assert edits_in(gpt2) == (edit,)
+        assert applied_edits(gpt2) == (edit,)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
@@ -272,7 +271,7 @@ def test_a_change_that_is_not_finite_leaves_everything(gpt2: LM, bad: float, whi
         with pytest.raises(BadEdit, match="infinite"), edit.applied(gpt2):
             pass
         assert_same(state_of(gpt2), inside)
-    assert edits_in(gpt2) == ()
+    assert applied_edits(gpt2) == ()
 
 
 def test_a_change_too_small_to_matter_is_refused(gpt2: LM) -> None:
@@ -292,7 +291,7 @@ def test_what_is_left_may_be_as_small_as_it_likes(gpt2: LM) -> None:
     wipe.apply(gpt2)
     small.apply(gpt2)  # next to nothing, but more than the zeros that are there
     wipe.revert(gpt2)
-    assert edits_in(gpt2) == (small,)
+    assert applied_edits(gpt2) == (small,)
     assert_same(state_of(gpt2), before)
     small.revert(gpt2)
 
@@ -354,7 +353,7 @@ def test_one_fingerprint_in_float32_and_bfloat16(half: LM) -> None:
     family = half.name.removeprefix("tiny ")
     edit = some_edits(tiny(family))[0]
     with edit.applied(half):
-        assert edits_in(half) == (edit,)
+        assert applied_edits(half) == (edit,)
 
 
 def test_rows_in_bfloat16(half: LM) -> None:

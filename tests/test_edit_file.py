@@ -13,9 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.edit_file import FORMAT, load_edit, save_edit
-from factscope.editing.health import Health
+from factscope.editing.edit import (
+    FORMAT,
+    Change,
+    Dense,
+    Edit,
+    EditChecks,
+    LowRank,
+    load_edit,
+    save_edit,
+)
 from factscope.errors import BadEdit
 from factscope.facts import Fact
 from factscope.lm.model import LM
@@ -27,7 +34,7 @@ FACTS = (
     Fact(subject="Zürich", prompt="{} liegt in", target="東京", id="1", relation="P17"),
     Fact(subject='A "quoted" one', prompt="Where is\n{}?"),
 )
-HEALTH = Health(
+HEALTH = EditChecks(
     division_factor=0.1 + 0.2, update_norm=1e-3, perplexity_before=7.5, perplexity_after=math.pi
 )
 SETTINGS = {"layer": 5, "prefixes": ["a", ""], "decay": 0.1 + 0.2, "none": None, "in": {"x": True}}

@@ -15,20 +15,20 @@ from rich.console import Console
 from factscope.errors import BadRecord
 from factscope.facts import Fact
 from factscope.records import (
+    ChangedWeight,
     EditRecord,
     Generation,
-    Place,
     PromptScores,
-    Scores,
+    TargetScores,
     TraceRecord,
     read_edit_records,
     read_records,
     write_records,
 )
-from factscope.report import edit_terminal as terminal
-from factscope.report.edit_page import edit_page, trace_and_edit_page
-from factscope.report.edit_words import old_name, percent, rails
+from factscope.report import terminal
+from factscope.report.edits import edit_page, trace_and_edit_page
 from factscope.report.figures import before_after_figure, neurons_figure, save_figure
+from factscope.report.labels import check_rows, old_name, percent
 
 HEALTH = {
     "division_factor": 0.31, "update_norm": 0.05, "perplexity_before": 20.0,
@@ -39,8 +39,8 @@ ODD = "<b>[red]東京 $5$</b>\n\x00"
 
 
 def scores(kind: str, text: str, new: str = "Rome", old: str | None = "Paris") -> PromptScores:
-    before = Scores(new=0.01, old=0.7, top=f" {old}", top_probability=0.7)
-    after = Scores(new=0.98, old=0.0001, top=f" {new}", top_probability=0.98)
+    before = TargetScores(new=0.01, old=0.7, top=f" {old}", top_probability=0.7)
+    after = TargetScores(new=0.98, old=0.0001, top=f" {new}", top_probability=0.98)
     if old is None:
         before, after = replace(before, old=None), replace(after, old=None)
     stays = kind == "neighbour"
@@ -55,7 +55,7 @@ def record(**fields: Any) -> EditRecord:
         "true": "Paris",
         "model": "tiny",
         "method": "rome",
-        "places": (Place(name="h.5.weight", shape=(4, 8), rank=1, norm=0.5),),
+        "places": (ChangedWeight(name="h.5.weight", shape=(4, 8), rank=1, norm=0.5),),
         "prompts": (
             scores("prompt", "The Eiffel Tower is in"),
             scores("paraphrase", "To see the Eiffel Tower, go to"),
@@ -130,11 +130,11 @@ def test_the_old_object_is_named_where_all_share_it() -> None:
 
 
 def test_a_broken_guard_rail_says_so() -> None:
-    assert all(rail.kept for rail in rails(HEALTH))
+    assert all(rail.kept for rail in check_rows(HEALTH))
     broken = HEALTH | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
-    assert [rail.kept for rail in rails(broken)] == [False, False, False]
+    assert [rail.kept for rail in check_rows(broken)] == [False, False, False]
     assert "not finite" in printed(terminal.rails_table(broken))
-    assert len(list(rails(HEALTH | {"division_factor": None}))) == 2
+    assert len(list(check_rows(HEALTH | {"division_factor": None}))) == 2
 
 
 # ---- the terminal
@@ -270,7 +270,7 @@ def test_a_trace_and_its_edit_on_one_page() -> None:
 
 def test_an_edits_report_starts_without_torch(tmp_path: Path) -> None:
     probe = (
-        "import sys, factscope.report.edit_page, factscope.report.edit_terminal; "
+        "import sys, factscope.report.edits, factscope.report.terminal; "
         "assert 'torch' not in sys.modules"
     )
     words = [sys.executable, "-c", probe]

@@ -8,15 +8,18 @@ import pytest
 
 from factscope.analysis.effects import (
     ROLES,
+    TABLES,
     average_effects,
     average_kinds,
+    cell_table,
     early_site,
+    has_severed,
+    indirect_effects,
     late_site,
     roles,
+    severed_comparison,
 )
 from factscope.analysis.estimate import Estimate, estimate
-from factscope.analysis.grids import TABLES, grid, indirect_effects
-from factscope.analysis.severed import has_severed, severed_comparison
 from factscope.errors import BadRecord, BadSetting
 from factscope.facts import Fact
 from factscope.records import TraceRecord
@@ -200,7 +203,7 @@ def test_nothing_to_average_is_an_error():
 
 def test_a_table_with_missing_rows_is_an_error():
     with pytest.raises(BadRecord, match="1 rows"):
-        grid(record("a is in", (0, 1), restored={"states": ((0.5,),)}), "states")
+        cell_table(record("a is in", (0, 1), restored={"states": ((0.5,),)}), "states")
 
 
 def test_tables_have_names():

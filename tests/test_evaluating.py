@@ -16,16 +16,16 @@ import pytest
 from factscope.editing.editor import Editor
 from factscope.editing.methods import editor
 from factscope.errors import BadSetting, NoProgress, RunStopped, WrongRun
-from factscope.evaluation.cases import Asking, score_cases
+from factscope.evaluation.cases import ScoringOptions, score_cases
 from factscope.evaluation.protocols import Evaluation
 from factscope.facts import Case
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import CaseRecord
-from factscope.runs import evaluating
-from factscope.runs.evaluating import EvaluateRun, Piece
+from factscope.runs import evaluate as evaluating
+from factscope.runs.evaluate import EvaluateRun, WorkItem
 from factscope.runs.folder import RunFolder
-from factscope.runs.ray_crew import ray_crew
+from factscope.runs.ray import ray_executor
 
 from commands import saved_model
 from processes import begun
@@ -77,7 +77,7 @@ def run_of(model: Path, folder: Path, method: str = "ft", cases: int = 10, **mor
     made: Any = editor(method, **QUIET[method])
     if method != "ft":
         made = replace(made, search=replace(made.search, steps=3))
-    fields = {"asking": Asking(length=10), "editor": made, "method": method, **more}
+    fields = {"asking": ScoringOptions(length=10), "editor": made, "method": method, **more}
     return EvaluateRun(model=str(model), dtype="float32", data=data, name="counterfact", **fields)
 
 
@@ -167,7 +167,7 @@ def test_the_unedited_model_is_asked_once_for_all_methods(
     second = evaluated(run_of(model, tmp_path, "rome"), lm, tmp_path / "b")
     assert [r.before for r in first] == [r.before for r in second]
     with pytest.raises(AssertionError, match="asked again"):
-        evaluated(run_of(model, tmp_path, asking=Asking(length=12)), lm, tmp_path / "c")
+        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=12)), lm, tmp_path / "c")
 
 
 # ---- what can go wrong
@@ -229,7 +229,7 @@ def test_another_spec_is_refused_and_the_difference_shown(
 ) -> None:
     evaluated(run_of(model, tmp_path), lm, tmp_path / "run")
     with pytest.raises(WrongRun, match="length = 10"):
-        evaluated(run_of(model, tmp_path, asking=Asking(length=9)), lm, tmp_path / "run")
+        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=9)), lm, tmp_path / "run")
 
 
 def test_an_empty_selection_is_refused(model: Path, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_spread_over_ray_the_records_are_the_same_though_an_actor_dies(
     whole = evaluated(run, lm, tmp_path / "whole")
     deadly = tmp_path / "deadly"
     deadly.touch()
-    with ray_crew(partial(make, run, model, deadly), "single", workers=2) as crew:
+    with ray_executor(partial(make, run, model, deadly), "single", workers=2) as crew:
         found = evaluated(run, lm, tmp_path / "run", crew=crew)
     assert not deadly.exists()
     assert sorted(found, key=lambda r: int(r.fact.id or 0)) == whole
@@ -347,7 +347,7 @@ def test_spread_over_ray_the_records_are_the_same_though_an_actor_dies(
 def test_a_sequence_is_not_spread() -> None:
     with (
         pytest.raises(BadSetting, match="cannot be spread"),
-        ray_crew(lambda: None, "sequential"),  # pyright: ignore
+        ray_executor(lambda: None, "sequential"),  # pyright: ignore
     ):
         pass
 
@@ -357,13 +357,13 @@ def test_pieces_are_cut_at_the_same_places_whatever_is_done(
 ) -> None:
     run = run_of(model, tmp_path, cases=10)
     seen: list[tuple[str | None, ...]] = []
-    do = evaluating.do_piece
+    do = evaluating.run_item
 
-    def watched(evaluation: Evaluation, protocol: Any, piece: Piece) -> Any:
+    def watched(evaluation: Evaluation, protocol: Any, piece: WorkItem) -> Any:
         seen.append(tuple(case.fact.id for case in piece.cases))
         return do(evaluation, protocol, piece)
 
-    monkeypatch.setattr(evaluating, "do_piece", watched)
+    monkeypatch.setattr(evaluating, "run_item", watched)
     whole = evaluated(run, lm, tmp_path / "run")
     path = tmp_path / "run" / "records.jsonl"
     lines = path.read_text().splitlines(keepends=True)

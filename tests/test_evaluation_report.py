@@ -16,19 +16,19 @@ from factscope.analysis.metrics import Summary, summaries
 from factscope.analysis.published import PUBLISHED, published
 from factscope.errors import BadRecord, BadSetting, WrongRun
 from factscope.facts import Fact
-from factscope.records import Asked, CaseRecord, CaseScores, TraceRecord
-from factscope.report.distribution_figures import distributions, distributions_figure
-from factscope.report.evaluation_figures import scores_figure
-from factscope.report.evaluation_run import write_evaluation_report
-from factscope.report.evaluation_table import (
+from factscope.records import CaseRecord, CaseScores, PromptScore, TraceRecord
+from factscope.report.evaluations import (
     evaluation_tables,
     every_number,
     metrics_table,
     with_published,
+    write_evaluation_report,
 )
-from factscope.report.evaluation_words import row_name
+from factscope.report.figures.effects import distributions, distributions_figure
+from factscope.report.figures.evaluation import scores_figure
+from factscope.report.labels import row_name
 from factscope.report.samples import samples_html, samples_of, samples_text, shared_opening
-from factscope.report.save import save_figure
+from factscope.report.style import save_figure
 from factscope.report.tables import Score, Table, as_csv, as_html, as_latex, as_markdown
 from factscope.runs.folder import RunFolder
 
@@ -39,8 +39,10 @@ KINDS = ("prompt", "paraphrase", "neighbour")
 
 def scores(new: float, texts: tuple[str, ...] = ()) -> CaseScores:
     """P(new) after every prompt but the neighbours', which stay true."""
-    wanted = Asked(new=-math.log(new), true=-math.log(0.2), new_right=new > 0.5, true_right=False)
-    kept = Asked(new=3.0, true=1.0, new_right=False, true_right=True)
+    wanted = PromptScore(
+        new=-math.log(new), true=-math.log(0.2), new_right=new > 0.5, true_right=False
+    )
+    kept = PromptScore(new=3.0, true=1.0, new_right=False, true_right=True)
     prompts = {"prompt": (wanted,), "paraphrase": (wanted,) * 2, "neighbour": (kept,) * 3}
     return CaseScores(prompts=prompts, texts=texts, reference=0.3 if texts else None)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from factscope.data.everyday import EVERYDAY_CASES, everyday_cases
-from factscope.evaluation.score import Ask, answers
+from factscope.data.readers import EVERYDAY_CASES, everyday_cases
+from factscope.evaluation.score import Query, score_queries
 from factscope.lm.model import LM
 
 RECORDS = [json.loads(line) for line in EVERYDAY_CASES.read_text("utf-8").splitlines()]
@@ -85,11 +85,11 @@ def test_neighbours_are_other_subjects_each_once() -> None:
 def margins(default_model: LM) -> list[float]:
     """By how much the true object is likelier than the new one, for each case."""
     asks = [
-        Ask(case.fact.text, target)
+        Query(case.fact.text, target)
         for case in everyday_cases()
         for target in (case.true or "", case.fact.target or "")
     ]
-    found = answers(default_model, asks)
+    found = score_queries(default_model, asks)
     return [new.nll - true.nll for true, new in zip(found[::2], found[1::2], strict=True)]
 
 

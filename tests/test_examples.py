@@ -7,9 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from factscope.editing.problem import ValueSearch
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.settings import Tracing
+from factscope.editing.value_search import ValueSearch
+from factscope.tracing.settings import Corruption, Tracing
 
 from families import LAYERS, tiny_model
 from tokenizers_ import tokenizer

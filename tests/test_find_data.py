@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from factscope.data.cases_file import read_cases
-from factscope.data.count import count_records
-from factscope.data.everyday import everyday_cases
-from factscope.data.find import DATA_SETS, Found, find, located
+from factscope.data.readers import everyday_cases, read_cases
+from factscope.data.registry import DATA_SETS, FoundData, count_records, find_data, find_local
 from factscope.errors import BadSetting, NoData, NoNetwork, WrongHash
 
 from commands import Run, runner
@@ -61,18 +59,18 @@ def test_rows_are_whole() -> None:
 
 
 def test_the_cases_of_the_package_need_nothing() -> None:
-    assert len(read_cases(find("everyday")).cases) >= 64
-    assert located("everyday") == Found(find("everyday"), "package")
+    assert len(read_cases(find_data("everyday")).cases) >= 64
+    assert find_local("everyday") == FoundData(find_data("everyday"), "package")
 
 
 def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(DATA)
-    assert find(path) == find(str(path)) == path
+    assert find_data(path) == find_data(str(path)) == path
     with pytest.raises(NoData, match=r"no data set or file .*lost"):
-        find(tmp_path / "lost.json")
+        find_data(tmp_path / "lost.json")
     with pytest.raises(NoData, match="did you mean 'counterfact'"):
-        find("counterfacts")
+        find_data("counterfacts")
 
 
 @pytest.mark.parametrize(
@@ -95,80 +93,80 @@ def test_a_folder_of_ones_own(own: Path, name: str, file: str) -> None:
     path = own / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(DATA)
-    assert located(name) == Found(path, "FACTSCOPE_DATA")
-    assert find(name) == path
+    assert find_local(name) == FoundData(path, "FACTSCOPE_DATA")
+    assert find_data(name) == path
 
 
 def test_the_upper_folder_and_the_plain_file_go_first(own: Path) -> None:
     (own / "a").mkdir()
     for file in ("a/counterfact.json", "counterfact.json.gz", "counterfact.json"):
         (own / file).write_bytes(DATA)
-    assert find("counterfact") == own / "counterfact.json"
+    assert find_data("counterfact") == own / "counterfact.json"
     (own / "counterfact.json").unlink()
-    assert find("counterfact") == own / "counterfact.json.gz"
+    assert find_data("counterfact") == own / "counterfact.json.gz"
 
 
 def test_a_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FACTSCOPE_DATA", str(tmp_path / "lost"))
     with pytest.raises(NoData, match="not a folder"):
-        find("counterfact")
+        find_data("counterfact")
 
 
 def test_a_data_set_is_fetched_once(shelf: Path, tmp_path: Path) -> None:
     heard: list[tuple[int, int | None]] = []
-    path = find("counterfact", progress=lambda *x: heard.append(x))
+    path = find_data("counterfact", progress=lambda *x: heard.append(x))
     assert path == tmp_path / "cache" / "data" / "counterfact.json"
     assert path.read_bytes() == DATA
     assert heard
     (shelf / "counterfact.json").unlink()
-    assert find("counterfact") == path
-    assert located("counterfact") == Found(path, "cache")
+    assert find_data("counterfact") == path
+    assert find_local("counterfact") == FoundData(path, "cache")
 
 
 def test_ones_own_folder_goes_before_the_cache(shelf: Path, own: Path) -> None:
-    find("counterfact")
+    find_data("counterfact")
     (own / "counterfact.json").write_bytes(b"[]")
-    assert find("counterfact") == own / "counterfact.json"
+    assert find_data("counterfact") == own / "counterfact.json"
 
 
 def test_another_file_than_expected_is_not_kept(shelf: Path, tmp_path: Path) -> None:
     (shelf / "counterfact.json").write_bytes(b"forged")
     with pytest.raises(WrongHash, match=DIGEST):
-        find("counterfact")
-    assert located("counterfact") is None
+        find_data("counterfact")
+    assert find_local("counterfact") is None
 
 
 def test_nothing_is_fetched_unchecked(shelf: Path) -> None:
     with pytest.raises(
         NoData, match=r"SHA-256 is not known.*zsre_mend_eval.*FACTSCOPE_DATA.*--sha"
     ):
-        find("zsre")
-    assert located("zsre") is None
+        find_data("zsre")
+    assert find_local("zsre") is None
     with pytest.raises(WrongHash):
-        find("zsre", sha256="0" * 64)
-    assert find("zsre", sha256=DIGEST.upper()).read_bytes() == DATA
+        find_data("zsre", sha256="0" * 64)
+    assert find_data("zsre", sha256=DIGEST.upper()).read_bytes() == DATA
 
 
 def test_a_hash_is_looked_at_before_the_network(shelf: Path) -> None:
     with pytest.raises(BadSetting, match="64 hexadecimal digits"):
-        find("zsre", sha256="abc")
+        find_data("zsre", sha256="abc")
 
 
 def test_a_given_hash_holds_for_what_is_cached(shelf: Path, tmp_path: Path) -> None:
-    path = find("counterfact")
+    path = find_data("counterfact")
     path.write_bytes(b"changed")
-    assert find("counterfact", sha256=DIGEST).read_bytes() == DATA
+    assert find_data("counterfact", sha256=DIGEST).read_bytes() == DATA
 
 
 def test_a_server_that_does_not_answer(shelf: Path) -> None:
     (shelf / "counterfact.json").unlink()
     with pytest.raises(NoNetwork, match="could not fetch"):
-        find("counterfact")
+        find_data("counterfact")
 
 
 def test_a_data_set_without_an_address() -> None:
     with pytest.raises(NoData, match=r"counterfact-edit\.json from EasyEdit"):
-        find("counterfact-condensed", sha256=DIGEST)
+        find_data("counterfact-condensed", sha256=DIGEST)
 
 
 def test_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +181,7 @@ def test_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     counted = {name: count_records(tmp_path / name) for name in [*files, "idf.npy"]}
     assert counted == {"list.json": 2, "lines.jsonl": 3, "words.json": 2, "one.jsonl": 1,
                        "bad.json": None, "packed.json.gz": 2, "idf.npy": 5}  # fmt: skip
-    monkeypatch.setattr("factscope.data.count.LARGE", 10)
+    monkeypatch.setattr("factscope.data.registry.LARGE", 10)
     assert count_records(tmp_path / "list.json") is None
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from factscope.editing import finetune as module
+from factscope.editing.contexts import target_ids
+from factscope.editing.defaults import BY_DEPTH, KNOWN
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.editing.finetune import FINE_TUNES, FineTune, attn_edit, ft, ft_l
-from factscope.editing.finetune_defaults import BY_DEPTH, KNOWN
-from factscope.editing.requests import target_ids
-from factscope.editing.rows import edited
+from factscope.editing.per_row import edited
 from factscope.errors import BadEdit, BadFact, BadSetting, NoProgress, OutOfMemory
 from factscope.facts import Fact
 from factscope.lm.model import LM
@@ -172,7 +172,7 @@ def test_pieces_change_nothing(llama: LM) -> None:
 
 def test_where_memory_runs_out_fewer_go_at_once(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     how, wanted = KINDS["ft"], KINDS["ft"].each(llama, FACTS)
-    real, sizes, heard = module.descend, [], []
+    real, sizes, heard = module.minimise, [], []
 
     def scarce(problems: list[Any], parts: Any, groups: int, *rest: Any) -> Any:
         rows = max(len(problem.states) for problem in problems)
@@ -181,7 +181,7 @@ def test_where_memory_runs_out_fewer_go_at_once(llama: LM, monkeypatch: pytest.M
             raise torch.OutOfMemoryError("no more")
         return real(problems, parts, groups, *rest)
 
-    monkeypatch.setattr(module, "descend", scarce)
+    monkeypatch.setattr(module, "minimise", scarce)
     limit = 1
     edits = how.each(llama, FACTS, done=heard.append)
     assert sizes == [3, 1, 1, 1]
@@ -353,10 +353,10 @@ def test_a_loss_that_is_no_number_is_told() -> None:
 def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
     llama: LM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how, heard, real = KINDS["ft"], [], module.descend
+    how, heard, real = KINDS["ft"], [], module.minimise
     bad = replace(FACTS[0], target="")
 
-    def hindered(*given: Any) -> list[module.Found]:
+    def hindered(*given: Any) -> list[module.FineTuneResult]:
         founds = real(*given)
         founds[0].losses[-1] = 1e3
         return founds
@@ -369,7 +369,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
         assert isinstance(found, Edit)
         assert found.facts == edit.facts
         assert gap(found, matrices(edit)) == 0
-    monkeypatch.setattr(module, "descend", hindered)
+    monkeypatch.setattr(module, "minimise", hindered)
     results = how.attempt(llama, [FACTS[1], bad, FACTS[2]])
     assert [type(result).__name__ for result in results] == ["NoProgress", "BadFact", "Edit"]
     with pytest.raises(NoProgress):

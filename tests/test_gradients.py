@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from factscope.lm.hooks import on_output
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
 from factscope.tracing.gradients import attributions, integrated_gradients
 
@@ -19,7 +19,7 @@ def probability(lm: LM, kind: str, layer: int, scale: torch.Tensor) -> torch.Ten
         return (out.view(1, len(IDS), -1) * scale).view(out.shape)
 
     module = lm.blocks[layer] if kind == "states" else lm.contribution(kind, layer)
-    with on_output((module, multiplied)):
+    with hook_outputs((module, multiplied)):
         return lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)
 
 
@@ -57,7 +57,7 @@ def test_one_step_is_the_gradient_at_the_middle_of_the_path(lm: LM, kind: str) -
         return kept[-1].clone()
 
     module = lm.blocks[1] if kind == "states" else lm.contribution(kind, 1)
-    with on_output((module, halved)), torch.enable_grad():
+    with hook_outputs((module, halved)), torch.enable_grad():
         p = lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)[lead]
         [gradient] = torch.autograd.grad(p, kept)
     wanted = (2 * kept[0] * gradient).detach().view(len(IDS), -1)

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from factscope.editing import kept, values
-from factscope.editing.kept import NAME, Shelf
-from factscope.editing.problem import Problem, pose
-from factscope.editing.requests import request
+from factscope.editing import value_search as values
+from factscope.editing.contexts import edit_request
 from factscope.editing.rome import Rome
-from factscope.editing.room import Room
-from factscope.editing.values import _looking
+from factscope.editing.value_search import ValueObjective, _looking, prepare_search
 from factscope.facts import Fact
-from factscope.lm import quick as lm_quick
-from factscope.lm.hooks import on_output
+from factscope.lm.accel import linear as lm_quick
+from factscope.lm.accel import search_cache as kept
+from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.accel.graphs import CudaGraph
+from factscope.lm.accel.search_cache import NAME, Shelf
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.lm.recorded import Recorded
 from test_rome import FEW, PREFIXES, text_lm
 
 from families import FAMILIES
@@ -27,11 +27,13 @@ FIRST = Fact(subject="The Eiffel Tower", prompt="{} is in", target="Rome")
 SAME_SHAPE = Fact(subject="The Tower Eiffel", prompt="{} in is", target="Peru")
 
 
-def posed(lm: LM, fact: Fact, layer: int = 0) -> Problem:
-    return pose(lm, [request(lm, fact, PREFIXES)], layer, "mlp", "subject-last", FEW).problem
+def posed(lm: LM, fact: Fact, layer: int = 0) -> ValueObjective:
+    return prepare_search(
+        lm, [edit_request(lm, fact, PREFIXES)], layer, "mlp", "subject-last", FEW
+    ).problem
 
 
-def looked(problem: Problem, look: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+def looked(problem: ValueObjective, look: object = None) -> tuple[torch.Tensor, torch.Tensor]:
     state = torch.full((3, 1, problem.hidden.shape[-1]), 0.05)
     return (look or _looking(problem))(state, torch.tensor([0.1, 0.001]))  # pyright: ignore
 
@@ -45,7 +47,7 @@ def keep(lm: LM, fact: Fact) -> Shelf:
     return shelf
 
 
-def kept_for(problem: Problem) -> Recorded | None:
+def kept_for(problem: ValueObjective) -> CudaGraph | None:
     """The same, where there is something on the shelf."""
     shelf = problem.lm.kept[NAME]
     shelf.refresh(problem.lm)
@@ -109,7 +111,9 @@ def test_room_changes_no_loss_and_joins_shapes(
     lm = text_lm(family)
     facts = (FIRST, ROOMY, replace(FIRST, target="Peru Rome"))
     wanted = [looked(posed(lm, fact)) for fact in facts]
-    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(slots=32, past=32, reads=32))
+    monkeypatch.setattr(
+        LengthBuckets, "of", lambda lm, facts: LengthBuckets(slots=32, past=32, reads=32)
+    )
     keep(lm, FIRST)
     for fact, right in zip(facts, wanted, strict=True):
         problem = posed(lm, fact)
@@ -164,12 +168,12 @@ def test_a_hook_above_forbids_it() -> None:
     keep(lm, FIRST)
     problem = posed(lm, FIRST)
     with ExitStack() as stack:
-        stack.enter_context(on_output((lm.mlp_out(2), lambda x: x * 2)))
+        stack.enter_context(hook_outputs((lm.mlp_out(2), lambda x: x * 2)))
         assert kept_for(problem) is None
     assert kept_for(problem) is not None
 
 
-class Played(Recorded):
+class Played(CudaGraph):
     """As on a GPU: the function that was recorded runs on the tensors that it was recorded with."""
 
     graph: Any = "there is one"
@@ -196,9 +200,11 @@ def test_facts_one_after_another_with_all_that_is_kept(
         return shelf
 
     monkeypatch.setattr(values, "shelf_for", shelf_for)
-    monkeypatch.setattr(values, "Recorded", Played)
+    monkeypatch.setattr(values, "CudaGraph", Played)
     monkeypatch.setattr(lm_quick, "_on_gpu", lambda weight: True)
-    monkeypatch.setattr(Room, "of", lambda lm, facts: Room(slots=4, past=16, tokens=8, reads=32))
+    monkeypatch.setattr(
+        LengthBuckets, "of", lambda lm, facts: LengthBuckets(slots=4, past=16, tokens=8, reads=32)
+    )
     found = [rome.each(lm, [fact])[0] for fact in facts]
     assert sorted(shelf.products) == list(range(lm.n_layers + 1))
     assert len(shelf.recordings) < len(facts)
@@ -222,7 +228,7 @@ def test_after_a_failure_others_are_recorded_elsewhere(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
     rome = Rome(layer=1, prefixes=PREFIXES, second_moment="identity", search=FEW)
     for kind, memory, count in ((Played, "the first pool", 1), (Failed, "another", 0)):
-        monkeypatch.setattr(values, "Recorded", kind)
+        monkeypatch.setattr(values, "CudaGraph", kind)
         shelf.recordings.clear()
         rome.each(lm, [FIRST])
         assert shelf.memory == memory

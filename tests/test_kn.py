@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from factscope.editing import neurons as module
-from factscope.editing.edit import Edit, LowRank
-from factscope.editing.edit_file import load_edit
-from factscope.editing.kn import KN, PAPER, select
+from factscope.editing import neuron_attribution as module
+from factscope.editing.edit import Edit, LowRank, load_edit
+from factscope.editing.knowledge_neurons import KN, PAPER, select_neurons
 from factscope.editing.methods import editor
-from factscope.editing.neuron_paths import Reading, Walk
-from factscope.editing.neurons import MINOR, attribute
+from factscope.editing.neuron_attribution import MINOR, NeuronPath, Readout, attribute_neurons
 from factscope.errors import BadFact, BadSetting, NoProgress, OutOfMemory
 from factscope.facts import Case, Fact
-from factscope.lm.hooks import on_pass
+from factscope.lm.hooks import hook_io
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.tracing.gradients import quadrature
@@ -27,10 +25,10 @@ from factscope.tracing.gradients import quadrature
 from families import FAMILIES, reader, tiny
 
 READINGS = [
-    Reading(ids=(5, 9, 20, 33, 4), at=4, answer=17),
-    Reading(ids=(5, 9, 20, 33, 4), at=4, answer=60),
-    Reading(ids=(7, 8, 30), at=2, answer=3),
-    Reading(ids=(1, 2, 3, 4, 5, 6, 7), at=5, answer=44),
+    Readout(ids=(5, 9, 20, 33, 4), at=4, answer=17),
+    Readout(ids=(5, 9, 20, 33, 4), at=4, answer=60),
+    Readout(ids=(7, 8, 30), at=2, answer=3),
+    Readout(ids=(1, 2, 3, 4, 5, 6, 7), at=5, answer=44),
 ]
 """Two of one text, and texts of other lengths; the last is read before its end."""
 
@@ -63,7 +61,7 @@ def llama() -> LM:
 
 
 def plain_probability(
-    lm: LM, reading: Reading, layer: int, share: float, site: str
+    lm: LM, reading: Readout, layer: int, share: float, site: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """P with a layer's neurons at a share of what they are: one whole pass. Also what they are, and
     the slope of P by them.
@@ -78,14 +76,14 @@ def plain_probability(
         rows[reading.at] = kept[1]
         return owner.forward(rows.reshape(x.shape))
 
-    with on_pass((owner, shrink)), torch.enable_grad():
+    with hook_io((owner, shrink)), torch.enable_grad():
         logits = lm.model(torch.tensor([reading.ids]), use_cache=False).logits
         p = logits[0, reading.at].float().softmax(-1)[reading.answer]
         (slope,) = torch.autograd.grad(p, kept[1])
     return p.detach(), kept[0], slope
 
 
-def plain_scores(lm: LM, reading: Reading, how: KN) -> tuple[Tensor, Tensor]:
+def plain_scores(lm: LM, reading: Readout, how: KN) -> tuple[Tensor, Tensor]:
     """IG of every neuron of every layer, and the neurons."""
     shares, weights = (x.tolist() for x in quadrature(how.steps, how.rule))
     scores, neurons = [], []
@@ -105,7 +103,7 @@ def plain_neurons(lm: LM, fact: Fact, how: KN, answer: Sequence[int]) -> list[tu
         texts = [ids] * len(answer)
         if how.reads == "each-token":
             texts = [(*ids, *answer[:i]) for i in range(len(answer))]
-        read = [Reading(ids=t, at=len(t) - 1, answer=a) for t, a in zip(texts, answer, strict=True)]
+        read = [Readout(ids=t, at=len(t) - 1, answer=a) for t, a in zip(texts, answer, strict=True)]
         found = [plain_scores(lm, reading, how) for reading in read]
         contexts.append([torch.stack(x).mean(0) for x in zip(*found, strict=True)])
     count: Counter[tuple[int, int]] = Counter()
@@ -182,7 +180,7 @@ def test_equal_steps_have_both_ends() -> None:
 @pytest.mark.parametrize("site", ["key", "before"])
 def test_attributions_are_the_plain_ones(lm: LM, site: Any) -> None:
     how = KN(steps=3, rule="ends", site=site)
-    found = attribute(lm, READINGS, steps=3, rule="ends", tolerance=None, site=site)
+    found = attribute_neurons(lm, READINGS, steps=3, rule="ends", tolerance=None, site=site)
     for i, reading in enumerate(READINGS):
         scores, neurons = plain_scores(lm, reading, how)
         near = 1e-4 * scores.abs().max().item()
@@ -196,7 +194,7 @@ def test_attributions_are_the_plain_ones(lm: LM, site: Any) -> None:
 
 def test_attributions_add_up_to_what_the_answer_gains(lm: LM) -> None:
     """Within 2 % in each layer that matters: the completeness of integrated gradients."""
-    found = attribute(lm, READINGS)
+    found = attribute_neurons(lm, READINGS)
     gains = found.gains.abs()
     allowed = 0.02 * gains.maximum(MINOR * gains.amax(1, keepdim=True)) + 1e-7
     assert ((found.scores.sum(-1) - found.gains).abs() <= allowed).all()
@@ -212,12 +210,12 @@ def test_a_path_that_does_not_add_up_is_looked_at_in_halves(
         return real(self, pieces, done)
 
     monkeypatch.setattr(module._Look, "__call__", counted)
-    finest = attribute(lm, READINGS, steps=60, tolerance=None).scores
+    finest = attribute_neurons(lm, READINGS, steps=60, tolerance=None).scores
     assert len(looks) == 1
-    rough = attribute(lm, READINGS, steps=2, tolerance=None).scores
+    rough = attribute_neurons(lm, READINGS, steps=2, tolerance=None).scores
     looks.clear()
     heard: list[float] = []
-    found = attribute(lm, READINGS, steps=2, tolerance=1e-3, done=heard.append)
+    found = attribute_neurons(lm, READINGS, steps=2, tolerance=1e-3, done=heard.append)
     assert len(looks) > 2
     assert sum(heard) == pytest.approx(1)
     assert {piece[2:] for piece in looks[1]} == {(0.0, 0.5), (0.5, 1.0)}
@@ -225,26 +223,26 @@ def test_a_path_that_does_not_add_up_is_looked_at_in_halves(
 
 
 def test_pieces_and_scarce_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, sizes, heard, real = tiny("gpt2"), [], [], Walk.look
-    whole = attribute(lm, READINGS, steps=3)
-    some = attribute(lm, READINGS, steps=3, at_once=5)
+    lm, sizes, heard, real = tiny("gpt2"), [], [], NeuronPath.look
+    whole = attribute_neurons(lm, READINGS, steps=3)
+    some = attribute_neurons(lm, READINGS, steps=3, at_once=5)
     torch.testing.assert_close(some.scores, whole.scores, rtol=1e-4, atol=1e-7)
     limit = 9
 
-    def scarce(self: Walk, reading: Tensor, layer: Tensor, share: Tensor) -> Any:
+    def scarce(self: NeuronPath, reading: Tensor, layer: Tensor, share: Tensor) -> Any:
         sizes.append(len(reading))
         if len(reading) > limit:
             raise torch.OutOfMemoryError("no more")
         return real(self, reading, layer, share)
 
-    monkeypatch.setattr(Walk, "look", scarce)
-    found = attribute(lm, READINGS, steps=3, at_once=36, done=heard.append)
+    monkeypatch.setattr(NeuronPath, "look", scarce)
+    found = attribute_neurons(lm, READINGS, steps=3, at_once=36, done=heard.append)
     assert sizes[:3] == [36, 18, 9]
     assert sum(heard) == pytest.approx(1)
     torch.testing.assert_close(found.scores, whole.scores, rtol=1e-4, atol=1e-7)
     limit = 0
     with pytest.raises(OutOfMemory, match="no more"):
-        attribute(lm, READINGS, steps=3)
+        attribute_neurons(lm, READINGS, steps=3)
 
 
 # ---- selection
@@ -252,25 +250,25 @@ def test_pieces_and_scarce_memory_change_nothing(monkeypatch: pytest.MonkeyPatch
 
 def test_selection_goes_by_share_then_by_score() -> None:
     scores = torch.tensor([[[1.0, 0.5, 0.1, 0.3]], [[0.4, 1.0, 0.1, 0.3]], [[0.9, 1.0, 0.0, 0.2]]])
-    chosen, coarse = select(scores, 0.25, 0.5, None)
+    chosen, coarse = select_neurons(scores, 0.25, 0.5, None)
     assert coarse[:, 0].tolist() == [
         [True, True, False, True], [True, True, False, True], [True, True, False, False]
     ]  # fmt: skip
     assert chosen.tolist() == [[0, 1], [0, 0], [0, 3]]
-    assert select(scores, 0.25, 0.7, None)[0].tolist() == [[0, 1], [0, 0]]
-    assert select(scores, 0.25, 0.5, 1)[0].tolist() == [[0, 1]]
+    assert select_neurons(scores, 0.25, 0.7, None)[0].tolist() == [[0, 1], [0, 0]]
+    assert select_neurons(scores, 0.25, 0.5, 1)[0].tolist() == [[0, 1]]
 
 
 def test_where_nothing_is_shared_widely_the_widest_is_taken() -> None:
     scores = torch.eye(4)[:, None] + torch.tensor([0.0, 0.0, 0.9, 0.0]) * torch.tensor(
         [[[1.0]], [[1.0]], [[0.0]], [[0.0]]]
     )
-    assert select(scores, 0.5, 0.9, None)[0].tolist() == [[0, 2]]
+    assert select_neurons(scores, 0.5, 0.9, None)[0].tolist() == [[0, 2]]
 
 
 def test_a_context_without_a_word_for_the_answer_selects_nothing() -> None:
     scores = torch.tensor([[[1.0, 0.5]], [[-1.0, -0.5]]])
-    chosen, coarse = select(scores, 0.2, 0.4, None)
+    chosen, coarse = select_neurons(scores, 0.2, 0.4, None)
     assert not coarse[1].any()
     assert chosen.tolist() == [[0, 0], [0, 1]]
 

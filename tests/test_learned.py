@@ -8,21 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from factscope.editing.contexts import edit_request
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
-from factscope.editing.learned.editor import Ke, Learned, Mend, told_of
-from factscope.editing.learned.factors import changed, factors_of
-from factscope.editing.learned.halves import Halves
-from factscope.editing.learned.ke import Gate, KeNetwork
-from factscope.editing.learned.lines import Line, Lines, line_of
-from factscope.editing.learned.mend import MendNetwork
-from factscope.editing.learned.network import Hypernetwork
-from factscope.editing.learned.places import last_layers, places_of
-from factscope.editing.learned.usual import Usual
-from factscope.editing.learned.weights import NETWORKS, Weights, built, load_weights, packed
+from factscope.editing.hypernet.editor import HypernetEditor, Ke, Mend, told_of
+from factscope.editing.hypernet.gradients import (
+    SplitModel,
+    TokenBatch,
+    TokenRow,
+    changes_applied,
+    gradient_factors,
+    last_layers,
+    target_modules,
+    token_row,
+)
+from factscope.editing.hypernet.ke import Gate, KeNetwork
+from factscope.editing.hypernet.mend import MendNetwork
+from factscope.editing.hypernet.model import Hypernetwork, RunningNorm
+from factscope.editing.hypernet.weights import (
+    NETWORKS,
+    HypernetWeights,
+    build_network,
+    load_weights,
+    pack_weights,
+)
 from factscope.editing.methods import editor
-from factscope.editing.requests import request
-from factscope.editing.rows import edited
+from factscope.editing.per_row import edited
 from factscope.errors import BadFact, BadSetting, BadWeights, NoProgress
 from factscope.facts import Fact
 from factscope.lm.model import LM
@@ -35,7 +46,7 @@ FACTS = [
     Fact(subject="France", prompt="The capital of {} is", target="Ottawa in Kenya"),
     Fact(subject="Miles Davis", prompt="{} plays the", target="piano"),
 ]
-EDITORS: dict[str, type[Learned]] = {"mend": Mend, "ke": Ke}
+EDITORS: dict[str, type[HypernetEditor]] = {"mend": Mend, "ke": Ke}
 
 
 def small(family: str) -> LM:
@@ -56,16 +67,16 @@ def gpt2() -> LM:
 def a_network(lm: LM, method: str, layers: Sequence[int] = (1, 2), spread: float = 0.1) -> Any:
     """A network nothing of which is as it began, that has seen what is usual."""
     design: Any = NETWORKS[method][0]
-    places = places_of(lm, layers)
+    places = target_modules(lm, layers)
     own = {"rank": 6} if method == "mend" else {"lstm": 7, "condition": 9, "hidden": 5}
-    made = built(
+    made = build_network(
         method,
         design(places=tuple(p.shape for p in places), layers=tuple(layers),
                width=lm.embed.weight.shape[1], rate=1e-2, **own),
     )  # fmt: skip
-    halves = Halves(lm, places[0].layer)
+    halves = SplitModel(lm, places[0].layer)
     lines = lines_of(lm, FACTS)
-    made.observe(factors_of(lm, places, halves, halves.below(lines.ids)[0], lines)[0])
+    made.observe(gradient_factors(lm, places, halves, halves.below(lines.ids)[0], lines)[0])
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in made.parameters():
@@ -73,14 +84,14 @@ def a_network(lm: LM, method: str, layers: Sequence[int] = (1, 2), spread: float
     return made.eval()
 
 
-def weights_of(lm: LM, network: Hypernetwork, **trained: Any) -> Weights:
-    return Weights(
+def weights_of(lm: LM, network: Hypernetwork, **trained: Any) -> HypernetWeights:
+    return HypernetWeights(
         network=network, model=lm.name, fingerprint=lm.fingerprint, trained=trained, sha256="none"
     )
 
 
-def lines_of(lm: LM, facts: Sequence[Fact]) -> Lines:
-    return Lines.of([line_of(request(lm, fact)) for fact in facts], lm.device)
+def lines_of(lm: LM, facts: Sequence[Fact]) -> TokenBatch:
+    return TokenBatch.of([token_row(edit_request(lm, fact)) for fact in facts], lm.device)
 
 
 def autograd(lm: LM, fact: Fact, names: Sequence[str]) -> dict[str, Tensor]:
@@ -88,7 +99,7 @@ def autograd(lm: LM, fact: Fact, names: Sequence[str]) -> dict[str, Tensor]:
     weights = {name: lm.model.get_parameter(name) for name in names}
     for weight in weights.values():
         weight.requires_grad_(True)
-    line = line_of(request(lm, fact))
+    line = token_row(edit_request(lm, fact))
     logits = lm.model(torch.tensor([line.ids])).logits[0, list(line.reads)]
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(line.labels))
     found = torch.autograd.grad(loss, list(weights.values()))
@@ -107,10 +118,10 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 def test_the_factors_are_the_gradient(worded: LM) -> None:
     """In a batch, one row a fact; Conv1D's turned weights and flattened rows included."""
-    places = places_of(worded, range(worded.n_layers))
-    halves = Halves(worded, 0)
+    places = target_modules(worded, range(worded.n_layers))
+    halves = SplitModel(worded, 0)
     lines = lines_of(worded, FACTS)
-    factors, losses = factors_of(worded, places, halves, halves.below(lines.ids)[0], lines)
+    factors, losses = gradient_factors(worded, places, halves, halves.below(lines.ids)[0], lines)
     for i, fact in enumerate(FACTS):
         wanted = autograd(worded, fact, [place.name for place in places])
         for place, some in zip(places, factors, strict=True):
@@ -123,24 +134,24 @@ def test_the_factors_are_the_gradient(worded: LM) -> None:
 
 
 def test_tokens_that_the_loss_does_not_see_have_no_factor(gpt2: LM) -> None:
-    places = places_of(gpt2, (1, 2))
-    halves, lines = Halves(gpt2, 1), lines_of(gpt2, FACTS)
-    factors, _ = factors_of(gpt2, places, halves, halves.below(lines.ids)[0], lines)
+    places = target_modules(gpt2, (1, 2))
+    halves, lines = SplitModel(gpt2, 1), lines_of(gpt2, FACTS)
+    factors, _ = gradient_factors(gpt2, places, halves, halves.below(lines.ids)[0], lines)
     last = factors[-1].real  # of the last layer only what is read
     for i, fact in enumerate(FACTS):
-        reads = line_of(request(gpt2, fact)).reads
+        reads = token_row(edit_request(gpt2, fact)).reads
         assert last[i].nonzero()[:, 0].tolist() == list(reads)
         assert not factors[0].real[i, max(reads) + 1 :].any()
 
 
 def test_the_edited_places_are_the_last_mlps(gpt2: LM) -> None:
     assert last_layers(gpt2) == (0, 1, 2)
-    names = [place.name.removeprefix("transformer.h.") for place in places_of(gpt2, (2, 1))]
+    names = [place.name.removeprefix("transformer.h.") for place in target_modules(gpt2, (2, 1))]
     assert names == [
         "1.mlp.c_fc.weight", "1.mlp.c_proj.weight", "2.mlp.c_fc.weight", "2.mlp.c_proj.weight",
     ]  # fmt: skip
     with pytest.raises(BadSetting, match="layer 3 is out of range"):
-        places_of(gpt2, (3,))
+        target_modules(gpt2, (3,))
 
 
 # ---- slow twins
@@ -148,7 +159,7 @@ def test_the_edited_places_are_the_last_mlps(gpt2: LM) -> None:
 
 def plain_mend(lm: LM, network: MendNetwork, fact: Fact) -> dict[str, Tensor]:
     """MEND fact by fact, token by token: whole forward passes, the formulas as they are written."""
-    line = line_of(request(lm, fact))
+    line = token_row(edit_request(lm, fact))
     names = [name for name, _, _ in network.design.places]
     modules = {name: lm.model.get_submodule(name.removesuffix(".weight")) for name in names}
     read: dict[str, Tensor] = {}
@@ -198,7 +209,7 @@ def plain_ke(lm: LM, network: KeNetwork, fact: Fact) -> dict[str, Tensor]:
     """KE fact by fact: the dense gradient, gated entry by entry."""
     names = [name for name, _, _ in network.design.places]
     gradients = autograd(lm, fact, names)
-    line = line_of(request(lm, fact))
+    line = token_row(edit_request(lm, fact))
     embedded = lm.embed(torch.tensor([line.ids]))
     normed = torch.nn.functional.layer_norm(embedded, embedded.shape[-1:])
     states, _ = network.lstm(normed)
@@ -258,10 +269,10 @@ def test_learning_sees_the_written_weights(family: str, method: str) -> None:
     lm = small(family)
     network = a_network(lm, method)
     network.requires_grad_(True)
-    places = places_of(lm, (1, 2))
-    halves, lines = Halves(lm, 1), lines_of(lm, FACTS)
-    factors, _ = factors_of(lm, places, halves, halves.below(lines.ids)[0], lines)
-    other = Lines.of([Line(x.ids, x.reads, x.labels) for x in _shifted(lm)], lm.device,
+    places = target_modules(lm, (1, 2))
+    halves, lines = SplitModel(lm, 1), lines_of(lm, FACTS)
+    factors, _ = gradient_factors(lm, places, halves, halves.below(lines.ids)[0], lines)
+    other = TokenBatch.of([TokenRow(x.ids, x.reads, x.labels) for x in _shifted(lm)], lm.device,
                      lines.ids.shape[1])  # fmt: skip
 
     def slopes(loss: Tensor) -> list[Tensor]:
@@ -273,7 +284,7 @@ def test_learning_sees_the_written_weights(family: str, method: str) -> None:
 
     changes = network(factors, told_of(lm, lines))
     states = torch.stack([halves.below(x.ids)[0] for x in (lines, other)], 1).flatten(0, 1)
-    with changed(places, changes):
+    with changes_applied(places, changes):
         hidden = halves.above(states).unflatten(0, (len(FACTS), 2))
     fast = torch.stack(
         [x.losses(x.logs(lm, hidden[:, i])) for i, x in enumerate((lines, other))], dim=1
@@ -288,7 +299,7 @@ def test_learning_sees_the_written_weights(family: str, method: str) -> None:
             for place, change in zip(places, again, strict=True)
         }
         for x in (lines, other):
-            line = Lines.of([_line(x, i)], lm.device)
+            line = TokenBatch.of([_line(x, i)], lm.device)
             logits = torch.func.functional_call(lm.model, written, (line.ids,)).logits
             reads = logits[0, line.reads[0]]
             slow.append(torch.nn.functional.cross_entropy(reads, line.labels[0]))
@@ -297,17 +308,17 @@ def test_learning_sees_the_written_weights(family: str, method: str) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max() + 1e-3))
 
 
-def _shifted(lm: LM) -> list[Line]:
+def _shifted(lm: LM) -> list[TokenRow]:
     """Each fact with the prompt of the next."""
-    lines = [line_of(request(lm, fact)) for fact in FACTS]
+    lines = [token_row(edit_request(lm, fact)) for fact in FACTS]
     return [*lines[1:], lines[0]]
 
 
-def _line(lines: Lines, i: int) -> Line:
+def _line(lines: TokenBatch, i: int) -> TokenRow:
     count, length = int(lines.real[i].sum()), int(lines.lengths[i])
     cut = [x[i, :n].tolist() for x, n in ((lines.ids, length), (lines.reads, count),
                                           (lines.labels, count))]  # fmt: skip
-    return Line(*map(tuple, cut))  # type: ignore
+    return TokenRow(*map(tuple, cut))  # type: ignore
 
 
 def test_a_row_sees_its_edit(gpt2: LM) -> None:
@@ -327,7 +338,7 @@ def test_a_row_sees_its_edit(gpt2: LM) -> None:
 
 def test_usual_is_mean_and_spread_in_whatever_pieces() -> None:
     rows = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    usual = Usual(4)
+    usual = RunningNorm(4)
     assert usual.size == pytest.approx(1.0)
     assert torch.equal(usual.spread, torch.ones(4))
     for piece in rows.split([1, 0, 20, 29]):
@@ -339,8 +350,8 @@ def test_usual_is_mean_and_spread_in_whatever_pieces() -> None:
 
 def test_mend_begins_as_a_step_against_the_gradient(gpt2: LM) -> None:
     network = a_network(gpt2, "mend", spread=0.0)
-    places, lines, halves = places_of(gpt2, (1, 2)), lines_of(gpt2, FACTS), Halves(gpt2, 1)
-    factors, _ = factors_of(gpt2, places, halves, halves.below(lines.ids)[0], lines)
+    places, lines, halves = target_modules(gpt2, (1, 2)), lines_of(gpt2, FACTS), SplitModel(gpt2, 1)
+    factors, _ = gradient_factors(gpt2, places, halves, halves.below(lines.ids)[0], lines)
     for i, change in enumerate(network(factors, told_of(gpt2, lines))):
         usual_x, usual_delta = network.usual(i)
         real = factors[i].real[..., None]
@@ -381,7 +392,7 @@ def test_scale_multiplies(gpt2: LM) -> None:
 
 def written(lm: LM, method: str, path: Path, layers: Sequence[int] = (1, 2)) -> Path:
     network = a_network(lm, method, layers)
-    path.write_bytes(packed(network, lm.name, lm.fingerprint, {"data": "counterfact"}))
+    path.write_bytes(pack_weights(network, lm.name, lm.fingerprint, {"data": "counterfact"}))
     return path
 
 
@@ -423,10 +434,10 @@ def test_weights_of_other_layers_are_named(gpt2: LM, tmp_path: Path) -> None:
     wrong = {**design.to_dict(), "layers": (1, 2)}
     network.design = type(design).from_dict(wrong)
     path = tmp_path / "w.safetensors"
-    path.write_bytes(packed(network, gpt2.name, gpt2.fingerprint, {}))
+    path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
     with pytest.raises(BadWeights, match=r"change transformer\.h\.0.*layers 1, 2 have"):
         Mend.load(path).settled(gpt2)
     network.design = type(design).from_dict({**design.to_dict(), "layers": (1, 7)})
-    path.write_bytes(packed(network, gpt2.name, gpt2.fingerprint, {}))
+    path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
     with pytest.raises(BadWeights, match="layer 7 is out of range"):
         Mend.load(path).settled(gpt2)

@@ -14,9 +14,9 @@ import torch
 
 from factscope import errors
 from factscope.errors import BadModelFile, BadSetting, NoNetwork, UnknownFamily, UnknownModel
-from factscope.fetch import sha256
+from factscope.io import sha256
 from factscope.lm import sources
-from factscope.lm.arch import ARCHS
+from factscope.lm.families import FAMILIES
 from factscope.lm.load import from_model, load
 from factscope.lm.model import LM
 from factscope.lm.sources import SHORT_NAMES, WheelModel
@@ -76,7 +76,7 @@ def logits(lm: LM) -> torch.Tensor:
 def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path / "model")
     lm = load(str(tmp_path / "model"), device="cpu")
-    assert lm.arch == ARCHS[family]
+    assert lm.arch == FAMILIES[family]
     assert lm.name == str(tmp_path / "model")
     assert lm.tokenizer(CITY)["input_ids"] == tokenizer(STYLE[family])(CITY)["input_ids"]
     again = LM(model=model, tokenizer=lm.tokenizer, arch=lm.arch, name="again")
@@ -193,13 +193,13 @@ def test_a_family_without_a_row(folder: Path, family: str) -> None:
 def test_a_wrong_row_is_named(
     saved: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], part: str
 ) -> None:
-    monkeypatch.setitem(ARCHS, "gpt2", replace(ARCHS["gpt2"], **fields))
+    monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], **fields))
     with pytest.raises(BadModelFile, match=rf"'gpt2' does not fit: {part}"):
         load(saved, device="cpu")
 
 
 def test_a_row_can_be_taken_on_trust(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHS, "gpt2", replace(ARCHS["gpt2"], norm=()))
+    monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], norm=()))
     assert load(saved, device="cpu", check=False).arch.norm == ()
 
 
@@ -344,7 +344,7 @@ def cached(cache: Path) -> list[str]:
 
 def test_a_gguf_is_converted_and_read(gguf_file: Path, offline: Path) -> None:
     lm = load(gguf_file, device="cpu")
-    assert lm.arch == ARCHS["llama"]
+    assert lm.arch == FAMILIES["llama"]
     assert (lm.n_layers, lm.width, lm.context) == (2, 16, 64)
     wanted = gguf_weights(len(tokenizer("gpt2")))
     assert torch.equal(lm.embed.weight, torch.from_numpy(wanted["token_embd.weight"]))
@@ -352,7 +352,7 @@ def test_a_gguf_is_converted_and_read(gguf_file: Path, offline: Path) -> None:
     assert lm.tokenizer(CITY)["input_ids"] == tokenizer("gpt2")(CITY)["input_ids"]
     [folder] = cached(offline)
     assert folder.startswith("tiny-")
-    assert [model.name for model in sources.converted()] == [folder]
+    assert [model.name for model in sources.cached_models()] == [folder]
 
 
 def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,9 +393,9 @@ def test_what_a_killed_conversion_leaves_is_no_model(gguf_file: Path, offline: P
     left = offline / "models" / ".partial-killed"
     left.mkdir()
     (offline / "models" / folder).rename(left / folder)
-    assert sources.converted() == []
+    assert sources.cached_models() == []
     assert load(gguf_file, device="cpu").n_layers == 2
-    assert [model.name for model in sources.converted()] == [folder]
+    assert [model.name for model in sources.cached_models()] == [folder]
 
 
 def test_a_gguf_with_a_wrong_beginning(tmp_path: Path, offline: Path) -> None:

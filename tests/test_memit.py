@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from factscope.editing.contexts import ContextRow, EditRequest, edit_request, kl_row, pad_rows
 from factscope.editing.edit import Dense, Edit, LowRank
 from factscope.editing.memit import FACTS as AT_A_LOOK
-from factscope.editing.memit import PAPER, Memit, Ready, spread
-from factscope.editing.problem import ValueSearch
-from factscope.editing.requests import Request, Row, essence_row, padded, request
+from factscope.editing.memit import PAPER, BoundMemit, Memit, spread
+from factscope.editing.value_search import ValueSearch
 from factscope.errors import BadFact, BadSetting, NoProgress
 from factscope.facts import Fact
-from factscope.lm.hooks import on_call, on_output
+from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.lm.model import LM
-from factscope.stats.find import file_name
-from factscope.stats.moment import SecondMoment
-from factscope.stats.moment_file import save_moment
+from factscope.stats.second_moment import SecondMoment, file_name, save_moment
 
 from families import FAMILIES, reader
 
@@ -92,10 +90,10 @@ def memit_on(lm: LM, folder: Path, base: Memit = DEFAULT, **settings: Any) -> Me
 # ---- the plain procedure
 
 
-def plainly(ready: Ready, facts: Sequence[Fact]) -> Edit:
+def plainly(ready: BoundMemit, facts: Sequence[Fact]) -> Edit:
     """z of every fact by whole forward passes, then layer by layer in the model's own weights."""
     lm, memit, layers = ready.lm, ready.memit, ready.layers
-    asked = [request(lm, fact, ready.prefixes, memit.token) for fact in facts]
+    asked = [edit_request(lm, fact, ready.prefixes, memit.token) for fact in facts]
     found = [plain_search(ready, one) for one in asked]
     z = torch.stack([state for state, _ in found]).double()
     edit = Edit(
@@ -122,27 +120,27 @@ def plainly(ready: Ready, facts: Sequence[Fact]) -> Edit:
     return edit
 
 
-def seen_at(lm: LM, row: Row, layer: int, last: int) -> tuple[Tensor, Tensor]:
+def seen_at(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tensor, Tensor]:
     """The key at a layer and the state at the last, where the fact is written."""
     seen: list[Tensor] = []
     with (
-        on_call(
+        hook_calls(
             (lm.mlp_out(layer), lambda args, _: seen.append(args[0].reshape(len(row.ids), -1)))
         ),
-        on_output((lm.blocks[last], lambda out: seen.append(out[0].clone()))),
+        hook_outputs((lm.blocks[last], lambda out: seen.append(out[0].clone()))),
     ):
         lm.model(torch.tensor([row.ids]), use_cache=False)
     return seen[0][row.place], seen[1][row.place]
 
 
-def plain_search(ready: Ready, asked: Request) -> tuple[Tensor, list[float]]:
+def plain_search(ready: BoundMemit, asked: EditRequest) -> tuple[Tensor, list[float]]:
     """torch's own Adam on δ, the whole model at every step: z, and the losses."""
     lm, search, last = ready.lm, ready.memit.search, ready.layers[-1]
     at_place = search.essence_at == "place"
-    rows = [*asked.rows, essence_row(lm, asked.fact, ready.memit.token, at_place=at_place)]
+    rows = [*asked.rows, kl_row(lm, asked.fact, ready.memit.token, at_place=at_place)]
     _, start = seen_at(lm, rows[0], last, last)
     size = start.norm()
-    ids, delta = padded(rows, lm.device), torch.zeros(lm.width, requires_grad=True)
+    ids, delta = pad_rows(rows, lm.device), torch.zeros(lm.width, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=search.rate)
     at = torch.zeros(*ids.shape, 1)
     at[range(len(rows)), [row.place for row in rows]] = 1
@@ -154,7 +152,7 @@ def plain_search(ready: Ready, asked: Request) -> tuple[Tensor, list[float]]:
     before: Tensor | None = None
     losses: list[float] = []
     for step in range(search.looks):
-        with on_output((lm.blocks[last], add)):
+        with hook_outputs((lm.blocks[last], add)):
             logs = lm.model(ids, use_cache=False).logits.log_softmax(-1)
         now = logs[-1, rows[-1].reads[0]]
         before = now.detach() if before is None else before
@@ -369,13 +367,13 @@ def test_without_facts_there_is_nothing_to_write(gpt2: LM, tmp_path: Path) -> No
 
 @pytest.mark.model
 def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
-    from factscope.evaluation.score import Ask, answers
+    from factscope.evaluation.score import Query, score_queries
 
     fact = replace(FACTS[0], prompt="{} is located in the city of")
     search = ValueSearch(clamp=0.75, steps=8)
     edit = Memit(layers=(5,), weight=1e3, prefixes=(), search=search)(default_model, [fact])
     asked = [fact.text, "The Louvre is located in the city of"]
-    after = answers(default_model, [Ask(text, "Rome", 0) for text in asked], [edit])
+    after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
     assert after[0].first > 0.9
     assert after[1].top == " Paris"
     assert edit.health is not None

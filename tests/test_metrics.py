@@ -9,25 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from factscope.analysis.metrics import case_metrics, put_together, summaries
-from factscope.analysis.published import PUBLISHED, published
-from factscope.analysis.texts import (
+from factscope.analysis.metrics import (
+    case_metrics,
     fit_idf,
     fluency,
     idf_of,
-    likeness,
+    merge_runs,
     ngram_entropy,
+    reference_similarity,
+    summaries,
     tfidf,
     words,
 )
+from factscope.analysis.published import PUBLISHED, published
 from factscope.errors import BadRecord
 from factscope.facts import Fact
-from factscope.records import Asked, CaseRecord, CaseScores
+from factscope.records import CaseRecord, CaseScores, PromptScore
 
 
-def asked(new: float, true: float, new_right: bool = False, true_right: bool = False) -> Asked:
+def asked(
+    new: float, true: float, new_right: bool = False, true_right: bool = False
+) -> PromptScore:
     """Both objects by their probabilities."""
-    return Asked(
+    return PromptScore(
         new=-math.log(new), true=-math.log(true), new_right=new_right, true_right=true_right
     )
 
@@ -71,7 +75,7 @@ def test_a_tie_fails_both_ways():
 
 
 def test_underflowing_probabilities_are_still_compared():
-    far = Asked(new=1000.0, true=1001.0, new_right=False, true_right=False)
+    far = PromptScore(new=1000.0, true=1001.0, new_right=False, true_right=False)
     assert case_metrics(CaseScores(prompts={"prompt": (far,)}))["ES"] == 1
 
 
@@ -191,9 +195,9 @@ def test_a_case_counts_once():
 
 def test_runs_that_try_the_same_cases_keep_their_names():
     runs = {"a": [case(0, SCORES)], "b": [case(0, SCORES)], "c": [case(1, SCORES, method="ft")]}
-    assert [r.method for r in put_together(runs)] == ["rome (a)", "rome (b)", "ft"]
+    assert [r.method for r in merge_runs(runs)] == ["rome (a)", "rome (b)", "ft"]
     parts = {"a": [case(0, SCORES)], "b": [case(1, SCORES)]}
-    assert {r.method for r in put_together(parts)} == {"rome"}
+    assert {r.method for r in merge_runs(parts)} == {"rome"}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -201,7 +205,7 @@ def test_metrics_of_random_cases(seed: int):
     """Bounds, the mirror image and the order of cases."""
     rng = random.Random(seed)
 
-    def ask() -> Asked:
+    def ask() -> PromptScore:
         return asked(rng.uniform(0.01, 0.5), rng.choice([0.2, rng.uniform(0.01, 0.5)]))
 
     kinds = ("prompt", "paraphrase", "neighbour")
@@ -269,15 +273,19 @@ def test_idf_and_cosine_by_hand():
     vector = tfidf("The the CAT unheard", idf)
     length = math.hypot(2 * the, cat)
     assert vector == pytest.approx({"the": 2 * the / length, "cat": cat / length})
-    same = likeness(["the cat"], ["the", "dog"], idf)
+    same = reference_similarity(["the cat"], ["the", "dog"], idf)
     assert same == pytest.approx(the**2 / (the**2 + cat**2))
 
 
 def test_likeness_at_its_ends():
     idf = fit_idf(["one two", "two three"])
-    assert likeness(["one", "two"], ["two one"], idf) == pytest.approx(1)
-    assert likeness(["one"], ["three"], idf) == 0
-    assert likeness([], ["three"], idf) == likeness(["unheard"], ["three"], idf) == 0
+    assert reference_similarity(["one", "two"], ["two one"], idf) == pytest.approx(1)
+    assert reference_similarity(["one"], ["three"], idf) == 0
+    assert (
+        reference_similarity([], ["three"], idf)
+        == reference_similarity(["unheard"], ["three"], idf)
+        == 0
+    )
     assert fit_idf([]) == {}
 
 

@@ -7,29 +7,27 @@ import pytest
 import torch
 
 from factscope.facts import Fact
+from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
 from factscope.records import TraceRecord
-from factscope.tracing.batch import trace_batch
-from factscope.tracing.corrupt import Corruption, Scale
-from factscope.tracing.memory import Budget
-from factscope.tracing.pieces import Cells, question_in_pieces
-from factscope.tracing.questions import Question
-from factscope.tracing.settings import Tracing
+from factscope.tracing.settings import Corruption, NoiseScale, Tracing
+from factscope.tracing.stream import CellUpdate, stream_answer
+from factscope.tracing.trace import CleanAnswer, trace_batch
 
 from families import tiny
 
-SCALE = Scale(sigma=0.3)
+SCALE = NoiseScale(sigma=0.3)
 SETTINGS = Tracing(
     corruption=Corruption(level=2.0, samples=5), window=2, sever=("mlp", "attn"), gradients=True
 )
 BUDGET = Budget(2**28)
 
 
-def question(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> Question:
+def question(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> CleanAnswer:
     ids = tuple(np.random.default_rng(7).integers(3, 99, length).tolist())
     logits = lm.model(torch.tensor([ids])).logits[0, -1]
-    return Question(
+    return CleanAnswer(
         fact=Fact(subject="s", prompt="{}"),
         prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
         subject=subject,
@@ -39,8 +37,8 @@ def question(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> Ques
     )
 
 
-def pieces(lm: LM, q: Question, settings: Tracing, done=lambda share: None) -> list:
-    return list(question_in_pieces(lm, q, settings, SCALE, BUDGET, done))
+def pieces(lm: LM, q: CleanAnswer, settings: Tracing, done=lambda share: None) -> list:
+    return list(stream_answer(lm, q, settings, SCALE, BUDGET, done))
 
 
 def assert_close(one: TraceRecord, other: TraceRecord) -> None:
@@ -58,7 +56,7 @@ def drawn(found: list, table: str, kind: str, shape: tuple[int, int]) -> np.ndar
     """What a page shows that draws every piece over the ones before."""
     picture = np.full(shape, np.nan)
     for piece in found:
-        if isinstance(piece, Cells) and (piece.table, piece.kind) == (table, kind):
+        if isinstance(piece, CellUpdate) and (piece.table, piece.kind) == (table, kind):
             where = np.ix_(list(piece.tokens), list(piece.layers))
             picture[where] = np.array(piece.values, dtype=float)
     return picture
@@ -126,7 +124,7 @@ def test_only_the_tables_that_are_asked_for_are_made(llama: LM) -> None:
     q, asked = question(llama), [("gradients", "mlp"), ("severed", "attn")]
     shares: list[float] = []
     every = pieces(llama, q, SETTINGS)[-1]
-    *_, last = question_in_pieces(llama, q, SETTINGS, SCALE, BUDGET, shares.append, asked)
+    *_, last = stream_answer(llama, q, SETTINGS, SCALE, BUDGET, shares.append, asked)
     assert isinstance(last, TraceRecord)
     assert last.restored == {}
     assert last.severed == {"attn": every.severed["attn"]}

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from factscope.editing.checks import with_checks
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import Editor
-from factscope.editing.guard import with_health
-from factscope.editing.learned import editor as learned
+from factscope.editing.hypernet import editor as learned
 from factscope.editing.rome import Rome
-from factscope.editing.room import Room
 from factscope.facts import Fact
-from factscope.lm import played as module
+from factscope.lm.accel import graphs as module
+from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.accel.graphs import NAME, played
 from factscope.lm.forward import forward
-from factscope.lm.hooks import on_output
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.lm.played import NAME, played
-from factscope.stats.moment import SecondMoment
+from factscope.stats.second_moment import SecondMoment
 from test_learned import EDITORS, a_network, small, weights_of
 from test_rome import FEW, PREFIXES, text_lm
 
@@ -67,8 +67,10 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tape]]:
         monkeypatch.setattr(user, "plays", lambda lm: True)
     monkeypatch.setattr(module, "Recorded", Tape)
     monkeypatch.setattr(module, "_memory", lambda device: 1 << 40)
-    room = Room(slots=4, past=16, tokens=8, labels=4, reads=32)
-    monkeypatch.setattr(Room, "of", lambda lm, facts: room if facts == 1 else Room())
+    room = LengthBuckets(slots=4, past=16, tokens=8, labels=4, reads=32)
+    monkeypatch.setattr(
+        LengthBuckets, "of", lambda lm, facts: room if facts == 1 else LengthBuckets()
+    )
     Tape.played = 0
     yield Tape
     assert Tape.graph == "there is one"
@@ -116,7 +118,7 @@ def test_a_hook_of_someone_else_is_not_passed_over(tape: type[Tape]) -> None:
     for _ in range(3):
         played(lm, "a", last, ids)
     assert tape.played == 1
-    with on_output((lm.mlp_out(1), lambda x: x * 2)):
+    with hook_outputs((lm.mlp_out(1), lambda x: x * 2)):
         assert torch.equal(played(lm, "a", last, ids), last(ids))
     assert tape.played == 1
 
@@ -241,12 +243,12 @@ def test_the_text_is_read_under_each_edit_of_its_own(tape: type[Tape]) -> None:
             for rank in (1, 1, 1, 3, 5, 2, 40)
         ]
     ]  # fmt: skip
-    found = [with_health(lm, [edit])[0].health for edit in made]
+    found = [with_checks(lm, [edit])[0].health for edit in made]
     assert tape.played == 2  # rank 1 for the third time, and up to 8 for the third time
     for edit, seen in zip(made, found, strict=True):
         assert seen is not None
         plain = replace(edit, health=None)
         with plain.applied(lm, force=True):
-            now = with_health(lm, [plain])[0].health
+            now = with_checks(lm, [plain])[0].health
         assert now is not None
         assert seen.perplexity_after == pytest.approx(now.perplexity_before, rel=1e-4)

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from factscope.lm import products
-from factscope.lm.products import (
+from factscope.lm.accel import matmul as products
+from factscope.lm.accel.linear import SPELLED_OUT, quick, replaced
+from factscope.lm.accel.matmul import (
     STRETCH,
     _side_by_side,
     _with_ones,
     half_product,
     split_product,
 )
-from factscope.lm.quick import SPELLED_OUT, quick, replaced
 
 from families import tiny
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from factscope.cli.recipe import commands, known_flags
-from factscope.data.cases_file import read_cases
-from factscope.data.find import DATA_SETS
-from factscope.editing.methods import METHODS
+from factscope.data.readers import read_cases
+from factscope.data.registry import DATA_SETS
+from factscope.editing.methods import EDITORS
 from factscope.errors import BadSetting
 from factscope.lm.sources import SHORT_NAMES
 from factscope.runs import recipe as recipe_module
 from factscope.runs.recipe import flag_words, read_recipe
-from factscope.runs.sweep_folder import read_sweep
+from factscope.runs.sweep import read_sweep
 
 from commands import Result, Run, runner, saved_model
 
@@ -59,7 +59,7 @@ def test_a_recipe_names_what_there_is(path: Path, factscope: Run) -> None:
         said = step.settings
         small = path.parent.name in ("small", "default")
         assert said["model"] in (SHORT_NAMES if small else HUB)
-        assert said.get("method", "rome") in METHODS
+        assert said.get("method", "rome") in EDITORS
         assert said.get("preset", "default") in ("default", "paper")
         for key in ("data", "facts", "references"):
             name = said.get(key, "everyday")

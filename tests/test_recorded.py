@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from factscope.lm.recorded import _captured
+from factscope.lm.accel.graphs import _captured
 
 
 class Graph:

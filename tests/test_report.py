@@ -11,16 +11,14 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from factscope.analysis.effects import AverageEffects, average_kinds
+from factscope.analysis.effects import AverageEffects, average_kinds, severed_comparison
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.severed import severed_comparison
 from factscope.errors import BadRecord, BadSetting
 from factscope.facts import Fact
 from factscope.records import KINDS, TraceRecord
 from factscope.report import figures
-from factscope.report.look import shown, token_labels
-from factscope.report.page import run_page, trace_page
-from factscope.report.run import write_report
+from factscope.report.html import run_page, trace_page
+from factscope.report.style import display_token, token_labels
 from factscope.report.tables import (
     Table,
     as_csv,
@@ -32,6 +30,7 @@ from factscope.report.tables import (
     summary_table,
 )
 from factscope.report.terminal import strongest_cells, trace_heatmap
+from factscope.report.traces import write_report
 
 LAYERS = 6
 PLAIN = ("The", " Space", " Need", "le", " is", " in")
@@ -85,10 +84,10 @@ def drawn(fig: Figure, panel: int = 0) -> Any:
 
 
 def test_labels_show_what_cannot_be_seen():
-    assert [shown(t) for t in (" Need", "  ", "\n", "a\tb", "\x00", "東京")] == [
+    assert [display_token(t) for t in (" Need", "  ", "\n", "a\tb", "\x00", "東京")] == [
         "Need", "␣", "↵", "a⇥b", "\ufffd", "東京",
     ]  # fmt: skip
-    assert len(shown("x" * 100)) < 30
+    assert len(display_token("x" * 100)) < 30
     assert token_labels(trace()) == ["The", "Space*", "Need*", "le*", "is", "in"]
 
 

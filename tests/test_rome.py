@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from factscope.editing.closed_form import insert
 from factscope.editing.edit import Edit, LowRank
-from factscope.editing.editor import all_of
-from factscope.editing.insertion import insert
-from factscope.editing.plain import plain_rome
-from factscope.editing.problem import ValueSearch
-from factscope.editing.rome import PAPER, R_ROME, Ready, Rome
-from factscope.editing.values import Sought
+from factscope.editing.editor import raise_first_error
+from factscope.editing.reference import reference_rome
+from factscope.editing.rome import PAPER, R_ROME, BoundRome, Rome
+from factscope.editing.value_search import ValueResult, ValueSearch
 from factscope.errors import BadFact, BadSetting, BadStats, NoProgress
 from factscope.facts import Fact
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
 from factscope.lm.model import LM
-from factscope.stats.moment import SecondMoment
+from factscope.stats.second_moment import SecondMoment
 
 from families import FAMILIES, reader
 from tokenizers_ import STYLES
@@ -67,15 +66,15 @@ def moment_of(lm: LM, layer: int) -> SecondMoment:
     )  # fmt: skip
 
 
-def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> Ready:
+def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> BoundRome:
     """ROME with few steps on a tiny model's middle layer."""
     given = {"layer": 0, "prefixes": PREFIXES, "second_moment": moment_of(lm, 0), "search": FEW}
     return replace(base, **{**given, **settings}).ready(lm, FACTS)
 
 
-def sought_on(ready: Ready, facts: list[Fact]) -> list[Sought]:
+def sought_on(ready: BoundRome, facts: list[Fact]) -> list[ValueResult]:
     """The values of facts that all can be written."""
-    return all_of(ready.sought(facts, lambda share: None))
+    return raise_first_error(ready.sought(facts, lambda share: None))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> bool:
@@ -88,7 +87,7 @@ def test_the_fast_search_equals_the_plain_one(family: str) -> None:
     ready = rome_on(text_lm(family))
     for fact in FACTS:
         edit, _ = ready.edit(sought_on(ready, [fact]))
-        plain = plain_rome(ready, fact)
+        plain = reference_rome(ready, fact)
         (change,) = edit.changes.values()
         assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
         assert plain.losses[-1] < plain.losses[0]
@@ -103,7 +102,7 @@ def test_every_setting_means_the_same_to_both(family: str, settings: dict[str, A
     ready = rome_on(lm, **{"second_moment": moment_of(lm, layer), **settings})
     for fact in FACTS:
         edit, _ = ready.edit(sought_on(ready, [fact]))
-        plain = plain_rome(ready, fact)
+        plain = reference_rome(ready, fact)
         (change,) = edit.changes.values()
         assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
         assert close(change.matrix(), plain.change) or plain.change.norm() < 1e-6
@@ -286,12 +285,12 @@ def test_progress_adds_up_to_one() -> None:
 
 @pytest.mark.model
 def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
-    from factscope.evaluation.score import Ask, answers
+    from factscope.evaluation.score import Query, score_queries
 
     fact = replace(FACTS[0], prompt="{} is located in the city of")
     edit = Rome()(default_model, [fact])
     asked = ["The Eiffel Tower is located in the city of", "The Louvre is located in the city of"]
-    after = answers(default_model, [Ask(text, "Rome", 0) for text in asked], [edit])
+    after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
     assert after[0].first > 0.9
     assert after[1].top == " Paris"
-    assert arch_of(default_model.model) is default_model.arch
+    assert family_of(default_model.model) is default_model.arch

@@ -18,19 +18,17 @@ import torch
 
 from factscope.analysis.metrics import Summary, summaries
 from factscope.editing.edit import Edit
-from factscope.editing.rows import edited
+from factscope.editing.per_row import edited
 from factscope.errors import Busy
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
 from factscope.records import CaseRecord, EditRecord, TraceRecord
-from factscope.serve import compare
-from factscope.serve.guard import HEADERS
-from factscope.serve.limits import Limits
-from factscope.serve.served import Served
-from factscope.serve.visitors import Visitors
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.settings import Tracing
+from factscope.serve import routes_runs as compare
+from factscope.serve.schemas import ServerLimits
+from factscope.serve.security import HEADERS
+from factscope.serve.sessions import ServerState, Sessions
+from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import trace
 
 from commands import Run, runner, saved_model
@@ -39,7 +37,7 @@ from serving import CITY, TOWER, listening, worded
 FACT = {"prompt": CITY, "subject": TOWER}
 QUICK = {**FACT, "corruption": {"samples": 2}, "window": 2}
 EDIT = {**FACT, "target": "Rome", "layer": 1, "without_statistics": True}
-LIMITS = Limits(waiting=6, each=3, edits=4, written=5)
+LIMITS = ServerLimits(waiting=6, each=3, edits=4, written=5)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def lm() -> LM:
 
 
 @pytest.fixture(scope="module")
-def address(lm: LM, runs: Path) -> Iterator[tuple[str, Served]]:
+def address(lm: LM, runs: Path) -> Iterator[tuple[str, ServerState]]:
     with listening(lm, runs=runs, limits=LIMITS) as found:
         yield found
 
@@ -86,7 +84,7 @@ def case_record(method: str, new: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def client(address: tuple[str, Served]) -> Iterator[httpx.Client]:
+def client(address: tuple[str, ServerState]) -> Iterator[httpx.Client]:
     """A visitor."""
     with httpx.Client(base_url=address[0], timeout=60) as visitor:
         visitor.get("/")
@@ -159,7 +157,9 @@ def test_a_trace_can_be_taken_away(client: httpx.Client) -> None:
 # ---- edits
 
 
-def test_an_edit_is_its_visitors_alone(address: tuple[str, Served], client: httpx.Client) -> None:
+def test_an_edit_is_its_visitors_alone(
+    address: tuple[str, ServerState], client: httpx.Client
+) -> None:
     made = events(client, "/api/edits", EDIT)[-1]["edit"]
     assert (made["text"], made["new"]) == (CITY, "Rome")
     assert client.get("/api/edits").json()["edits"] == [made]
@@ -182,7 +182,7 @@ def test_no_weight_is_written(client: httpx.Client, lm: LM) -> None:
 
 
 def test_switches_commute_and_asking_is_the_edited_model(
-    address: tuple[str, Served], client: httpx.Client, lm: LM
+    address: tuple[str, ServerState], client: httpx.Client, lm: LM
 ) -> None:
     one = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
     two = events(client, "/api/edits", {**EDIT, "target": "London", "layer": 0})[-1]["edit"]["id"]
@@ -253,7 +253,7 @@ def test_an_edit_beyond_the_guard_rails_is_shown_and_not_exported(client: httpx.
 
 
 def test_edits_are_bounded_and_the_first_visitor_is_forgotten() -> None:
-    visitors = Visitors(Limits(visitors=2, edits=1))
+    visitors = Sessions(ServerLimits(visitors=2, edits=1))
     fact = Fact(subject=TOWER, prompt="{} is in", target="Rome")
     edit = Edit(changes={}, model="m", fingerprint="f", method="rome", facts=(fact,))
     record = EditRecord(fact=fact, true=None, model="m", method="rome", places=(), prompts=())
@@ -305,7 +305,7 @@ def test_a_run_is_summed_up_once_until_its_records_grow(
         return summaries(records)
 
     monkeypatch.setattr(compare, "summaries", counting)
-    runs = compare.Runs(tmp_path, threading.Lock())
+    runs = compare.RunLibrary(tmp_path, threading.Lock())
     assert runs.summaries(["rome"]) == runs.summaries(["rome"])
     another = {**record, "fact": {**record["fact"], "id": "8"}}
     file.write_text(json.dumps(record) + "\n" + json.dumps(another) + "\n")
@@ -483,7 +483,7 @@ def test_unknown_paths(client: httpx.Client, path: str) -> None:
 # ---- the queue
 
 
-def slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def slow(served: ServerState, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Make traces endless until they are called off; the event says that one has begun."""
     begun = threading.Event()
 
@@ -494,7 +494,7 @@ def slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             done(0.0)
         yield
 
-    monkeypatch.setattr("factscope.serve.locate.trace_in_pieces", endless)
+    monkeypatch.setattr("factscope.serve.routes_trace.trace_in_pieces", endless)
     return begun
 
 
@@ -510,7 +510,7 @@ def other_trace(number: int) -> dict[str, Any]:
 
 
 def test_who_leaves_stops_the_work(
-    address: tuple[str, Served], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    address: tuple[str, ServerState], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, queue = slow(address[1], monkeypatch), address[1].queue
     with client.stream("POST", "/api/locate", json=other_trace(1)):
@@ -520,7 +520,7 @@ def test_who_leaves_stops_the_work(
 
 
 def test_places_in_the_queue_and_a_polite_refusal(
-    address: tuple[str, Served], monkeypatch: pytest.MonkeyPatch
+    address: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, queue = slow(address[1], monkeypatch), address[1].queue
     clients = [httpx.Client(base_url=address[0], timeout=120) for _ in range(LIMITS.waiting + 1)]
@@ -548,7 +548,7 @@ def test_places_in_the_queue_and_a_polite_refusal(
 
 
 def test_one_visitor_cannot_fill_the_queue(
-    address: tuple[str, Served], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    address: tuple[str, ServerState], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow(address[1], monkeypatch)
     streams = []
@@ -568,7 +568,7 @@ def test_a_job_that_fails_says_so_and_the_next_goes_on(
         raise ValueError("a secret path")
 
     with monkeypatch.context() as patch:
-        patch.setattr("factscope.serve.locate.trace_in_pieces", broken)
+        patch.setattr("factscope.serve.routes_trace.trace_in_pieces", broken)
         found = events(client, "/api/locate", other_trace(5))
     assert found[-1] == {
         "event": "error",
@@ -584,9 +584,9 @@ def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
     """Between two forward passes, whatever the work is."""
     import asyncio
 
-    from factscope.lm.predict import greedy
+    from factscope.lm.generate import generate_greedy
 
-    served = Served(lm=lm)
+    served = ServerState(lm=lm)
 
     async def go() -> None:
         passes = 0
@@ -594,7 +594,7 @@ def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
         def work(job: Any) -> None:
             nonlocal passes
             for _ in range(10_000):
-                greedy(lm, [CITY], 5)
+                generate_greedy(lm, [CITY], 5)
                 passes += 1
 
         job = served.queue.submit("a", work)
@@ -648,7 +648,7 @@ def test_the_command_says_where_the_page_is(
 
 def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no folder" in factscope("serve", "--runs", "nowhere").err
-    monkeypatch.setitem(sys.modules, "factscope.serve.server", None)
+    monkeypatch.setitem(sys.modules, "factscope.serve.app", None)
     for name in [name for name in sys.modules if name.startswith("uvicorn")]:
         monkeypatch.setitem(sys.modules, name, None)
     result = factscope("serve")
@@ -660,27 +660,30 @@ def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.Monkey
 
 
 def test_layers_with_statistics(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from factscope.stats.find import cached_path, layers_known
-    from factscope.stats.moment import SecondMoment
-    from factscope.stats.moment_file import save_moment
+    from factscope.stats.second_moment import (
+        SecondMoment,
+        cached_path,
+        layers_with_moments,
+        save_moment,
+    )
 
     monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path))
-    assert layers_known(lm) == []
+    assert layers_with_moments(lm) == []
     width = lm.mlp_weight(1).shape[1]
     moment = SecondMoment(
         matrix=torch.eye(width), tokens=9, model=lm.name, layer=1, fingerprint=lm.fingerprint,
         corpus="none",
     )  # fmt: skip
     save_moment(moment, cached_path(lm, 1))
-    assert layers_known(lm) == [1]
+    assert layers_with_moments(lm) == [1]
 
 
 def test_the_next_tokens_are_those_of_the_model(lm: LM) -> None:
-    from factscope.lm.predict import greedy, next_tokens
+    from factscope.lm.generate import generate_greedy, top_next_tokens
     from factscope.lm.tokens import encode
 
-    found = next_tokens(lm, CITY, 3)
+    found = top_next_tokens(lm, CITY, 3)
     logits = lm.model(torch.tensor([encode(lm, CITY).ids])).logits[0, -1]
     wanted = logits.float().softmax(-1).topk(3).values.tolist()
     assert [p for _, p in found] == pytest.approx(wanted)
-    assert found[0][0] == greedy(lm, [CITY], 1)[0]
+    assert found[0][0] == generate_greedy(lm, [CITY], 1)[0]

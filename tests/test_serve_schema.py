@@ -7,11 +7,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 
-from factscope.serve.limits import Limits
+from factscope.serve.schemas import ServerLimits
 
 from serving import listening, worded
 
-LIMITS = Limits(waiting=50, each=50, edits=3, written=3)
+LIMITS = ServerLimits(waiting=50, each=50, edits=3, written=3)
 MANY = settings(
     max_examples=40,
     deadline=None,

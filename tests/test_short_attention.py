@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from factscope.editing.problem import pose
-from factscope.editing.requests import request
-from factscope.lm import short_attention
-from factscope.lm.short_attention import _bias
-from factscope.lm.short_kernels import attend
+from factscope.editing.contexts import edit_request
+from factscope.editing.value_search import prepare_search
+from factscope.lm.accel import attention as short_attention
+from factscope.lm.accel.attention import _bias
+from factscope.lm.accel.kernels import attend
 from test_rome import FACTS, FEW, PREFIXES, text_lm
 
 
@@ -43,10 +43,10 @@ def test_it_equals_torchs_own(kind: torch.dtype, boolean: bool, key_heads: int, 
 def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the past apart, for the families that let us; the others keep their own attention."""
     lm = text_lm(family)
-    asked = [request(lm, fact, PREFIXES[:1]) for fact in FACTS[1:]]
+    asked = [edit_request(lm, fact, PREFIXES[:1]) for fact in FACTS[1:]]
 
     def losses() -> tuple[torch.Tensor, torch.Tensor, bool]:
-        problem = pose(lm, asked, 0, "mlp", "subject-last", FEW).problem
+        problem = prepare_search(lm, asked, 0, "mlp", "subject-last", FEW).problem
         delta = torch.full((2, lm.width), 0.05, requires_grad=True)
         with short_attention.short_attention(problem.hidden.device), torch.enable_grad():
             found = problem.losses(delta)
@@ -73,14 +73,16 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
     def apart() -> bool:
         lm.kept.clear()
-        return pose(lm, [request(lm, FACTS[2])], 0, "mlp", "subject-last", FEW).problem.apart
+        return prepare_search(
+            lm, [edit_request(lm, FACTS[2])], 0, "mlp", "subject-last", FEW
+        ).problem.apart
 
     assert apart()
-    monkeypatch.setattr("factscope.lm.short_kernels.attend", lambda *x: 1.1 * attend(*x))
+    monkeypatch.setattr("factscope.lm.accel.kernels.attend", lambda *x: 1.1 * attend(*x))
     assert not apart()
 
     def broken(*x: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("factscope.lm.short_kernels.attend", broken)
+    monkeypatch.setattr("factscope.lm.accel.kernels.attend", broken)
     assert not apart()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, TypeCheckError, jaxtyped
 from torch import Tensor, nn
 
-from factscope.lm.hooks import on_output
+from factscope.lm.hooks import hook_outputs
 
 from signatures import checked
 
@@ -36,7 +36,7 @@ def test_each_definition_has_its_own_body_and_the_same_check():
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_functions_inside_the_packages_functions_are_checked_each_time(time: str):
     layer = nn.Linear(2, 2)
-    with on_output((layer, lambda out: out)):
+    with hook_outputs((layer, lambda out: out)):
         [hook] = layer._forward_hooks.values()
         with pytest.raises(TypeCheckError, match=r"parameters of .*on_output.*hook"):
             hook(f"not a module, the {time} time", (), torch.ones(2))

@@ -19,17 +19,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from factscope.errors import BadSetting, BadStats, WrongRun
-from factscope.lm.forward import keys_of
+from factscope.lm.forward import mlp_keys
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
-from factscope.report.stats_figures import convergence_figure
+from factscope.report.figures.training import convergence_figure
 from factscope.stats import text as text_module
-from factscope.stats.collect import chosen, collect
-from factscope.stats.find import cached_path, moment_for
-from factscope.stats.moment import SecondMoment, merge
-from factscope.stats.moment_file import KIND, load_moment, save_moment
-from factscope.stats.sums import add_products_
-from factscope.stats.text import DataSet, WrittenText, documents, window_of, windows
+from factscope.stats.covariance import add_products_, chosen, collect
+from factscope.stats.second_moment import (
+    KIND,
+    SecondMoment,
+    cached_path,
+    find_moment,
+    load_moment,
+    merge,
+    save_moment,
+)
+from factscope.stats.text import DataSet, GeneratedText, documents, window_of, windows
 
 from commands import Result, Run, runner, saved_model
 from families import LAYERS, VOCABULARY, tiny, tiny_model
@@ -54,7 +59,7 @@ def plain(lm: LM, texts: Sequence[Sequence[int]], layer: int) -> Tensor:
     """C as one would first write it."""
     total, count = torch.zeros(()), 0
     for window in texts:
-        for key in keys_of(lm, torch.tensor([window]), layer)[0]:
+        for key in mlp_keys(lm, torch.tensor([window]), layer)[0]:
             total = total + torch.outer(key, key)
             count += 1
     return total / count
@@ -107,7 +112,7 @@ def test_half_precision_is_summed_in_single() -> None:
     lm = from_model(tiny_model("llama").bfloat16(), tokenizer("llama"), check=False)
     texts = random_windows(6)
     found = collect(lm, [1], texts, tokens=1000)[0]
-    keys = keys_of(lm, torch.tensor(texts), 1).flatten(0, 1)
+    keys = mlp_keys(lm, torch.tensor(texts), 1).flatten(0, 1)
     assert keys.dtype == torch.bfloat16
     assert found.matrix.dtype == torch.float32
     assert apart(found.matrix, keys.float().T @ keys.float() / len(keys)) < 1e-6
@@ -139,7 +144,7 @@ def test_windows_of_different_lengths() -> None:
 
 def test_the_halves_are_odd_and_even_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, texts = tiny("gpt2"), random_windows(9)
-    monkeypatch.setattr("factscope.stats.collect.FIRST_LOOK", 16)
+    monkeypatch.setattr("factscope.stats.covariance.FIRST_LOOK", 16)
     found = collect(lm, [1], texts, tokens=1000, rows=3)[0]
     odd, even = plain(lm, texts[1::2], 1), plain(lm, texts[::2], 1)
     assert [n for n, _ in found.halves] == [24, 48, 72]
@@ -198,7 +203,7 @@ class Killed(Exception):
 def test_a_broken_run_goes_on_to_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("factscope.stats.partial.SHARE", 0)
+    monkeypatch.setattr("factscope.stats.covariance.SHARE", 0)
     lm, texts, path = tiny("llama"), random_windows(300), tmp_path / "c.partial"
     how: dict[str, Any] = {"tokens": 2200, "rows": 3, "corpus": "t"}
     unbroken = collect(lm, [0, 2], texts, **how)
@@ -374,20 +379,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_given_files_then_the_cache_then_nothing(tmp_path: Path, cache: Path) -> None:
     lm = tiny("gpt2")
-    assert moment_for(lm, 1) is None
+    assert find_moment(lm, 1) is None
     found = collect(lm, [0, 1, 2], random_windows(3), tokens=1000, corpus="cached")
     save_moment(found[1], cached_path(lm, 1))
     assert cached_path(lm, 1).is_relative_to(cache)
-    kept = moment_for(lm, 1)
+    kept = find_moment(lm, 1)
     assert kept is not None
     assert kept.corpus == "cached"
-    assert moment_for(lm, 2) is None
+    assert find_moment(lm, 2) is None
     folder = tmp_path / "mine"
     for each in found:
         save_moment(replace(each, corpus="given"), folder / f"{each.layer}.safetensors")
     for given in ([folder], sorted(folder.iterdir())):
         for layer in range(LAYERS):
-            taken = moment_for(lm, layer, given)
+            taken = find_moment(lm, layer, given)
             assert taken is not None
             assert (taken.layer, taken.corpus) == (layer, "given")
 
@@ -399,13 +404,13 @@ def test_given_files_that_do_not_fit_are_refused(tmp_path: Path, cache: Path) ->
         save_moment(each, path)
     save_moment(load_moment(paths[1]), cached_path(lm, 1))
     with pytest.raises(BadStats, match=r"of layer 0 of .*layer 1 is wanted"):
-        moment_for(lm, 1, paths[:1])
+        find_moment(lm, 1, paths[:1])
     with pytest.raises(BadStats, match="none of the given statistics is of layer 2"):
-        moment_for(lm, 2, paths)
+        find_moment(lm, 2, paths)
     with pytest.raises(BadStats, match="none of the given"):
-        moment_for(other, 1, [tmp_path])
+        find_moment(other, 1, [tmp_path])
     with pytest.raises(BadStats, match="no file"):
-        moment_for(lm, 1, [tmp_path / "nowhere.safetensors"])
+        find_moment(lm, 1, [tmp_path / "nowhere.safetensors"])
 
 
 # ---- text
@@ -475,7 +480,7 @@ def test_the_length_of_a_window(words: LM) -> None:
 
 def test_text_that_the_model_writes() -> None:
     lm = tiny("gpt2")
-    written = WrittenText(lm=lm, window=LENGTH, seed=4, rows=3)
+    written = GeneratedText(lm=lm, window=LENGTH, seed=4, rows=3)
     all_ten = list(written.pick(range(10)))
     assert {len(window) for window in all_ten} == {LENGTH}
     assert {window[0] for window in all_ten} == {lm.tokenizer.bos_token_id}
@@ -484,7 +489,7 @@ def test_text_that_the_model_writes() -> None:
     assert list(chosen(written, 10 * LENGTH, (0, 1), 0)) == all_ten
     assert list(chosen(written, 10 * LENGTH - 1, (1, 3), 1)) == all_ten[1::3][1:]
     assert list(chosen(written, 10 * LENGTH, (0, 1), 7)) == all_ten[7:]
-    other = WrittenText(lm=lm, window=LENGTH, seed=5, rows=3)
+    other = GeneratedText(lm=lm, window=LENGTH, seed=5, rows=3)
     assert list(other.pick(range(10))) != all_ten
 
 
@@ -577,7 +582,7 @@ def test_stats_go_to_the_cache(stats: Run, model: Path, cache: Path) -> None:
 
     result = stats("--layer", 1, "--text", "t.txt", "--tokens", 400)
     assert result.code == 0, result.err
-    found = moment_for(load(model, device="cpu"), 1)
+    found = find_moment(load(model, device="cpu"), 1)
     assert found is not None
     assert found.tokens == 400
     assert found.corpus.startswith("t.txt (sha256 ")
@@ -778,10 +783,10 @@ def cosine(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.model
 def test_the_shipped_statistics_are_those_of_their_layer(default_model: LM, cache: Path) -> None:
-    from factscope.data.everyday import everyday
+    from factscope.data.readers import everyday
 
     lm = default_model
-    shipped = moment_for(lm, 5)
+    shipped = find_moment(lm, 5)
     assert shipped is not None
     assert shipped.tokens >= 190_000
     facts = "\n".join(f"{fact.text} {fact.target}." for fact in everyday())
@@ -800,11 +805,11 @@ def test_the_shipped_statistics_are_those_of_their_layer(default_model: LM, cach
     for layer in (4, 6):
         assert abs(cosine(correlations(fresh[layer].matrix), pattern)) < 0.01
         assert shares[layer] > 1.25
-    assert shipped.solve(keys_of(lm, torch.tensor(texts[:1]), 5)[0]).isfinite().all()
+    assert shipped.solve(mlp_keys(lm, torch.tensor(texts[:1]), 5)[0]).isfinite().all()
 
 
 def test_the_shipped_file_is_small() -> None:
-    from factscope.stats.find import SHIPPED
+    from factscope.stats.second_moment import SHIPPED
 
     files = list(SHIPPED.glob("*.safetensors"))
     assert files

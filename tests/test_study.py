@@ -13,14 +13,12 @@ from selenium.webdriver.common.by import By
 
 from factscope.analysis.preferences import preferences
 from factscope.errors import BadStudy
+from factscope.extras.study.answers import Answers, read_answers, votes
+from factscope.extras.study.pairs import Study, draw, shared_cases
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores
-from factscope.report.study_form import form_data, form_page
-from factscope.report.study_run import study_page
-from factscope.report.study_words import sentence
+from factscope.report.studies import form_data, form_page, sentence, study_page
 from factscope.runs.folder import RunFolder
-from factscope.study.answers import Answers, read_answers, votes
-from factscope.study.pairs import Study, draw, shared_cases
 
 from browser import browser
 from commands import Run, runner

@@ -16,14 +16,13 @@ from factscope.analysis.sweep import Point, Sweep, grid_points, point_name
 from factscope.errors import BadRecord, RunStopped, WrongRun
 from factscope.evaluation.protocols import Evaluation
 from factscope.records import read_case_records
-from factscope.report.save import save_figure
-from factscope.report.sweep_figures import sweep_figure
-from factscope.report.sweep_run import write_sweep_report
-from factscope.report.sweep_table import every_point, sweep_table, sweep_values
+from factscope.report.figures.sweeps import sweep_figure
+from factscope.report.style import save_figure
+from factscope.report.sweeps import every_point, sweep_table, sweep_values, write_sweep_report
 from factscope.report.tables import as_csv, as_markdown
 from factscope.runs.folder import RunFolder
-from factscope.runs.sweep_folder import read_failures, read_sweep
-from factscope.stats import collect as collecting
+from factscope.runs.sweep import read_failures, read_sweep
+from factscope.stats import covariance as collecting
 from test_evaluating import record
 
 from commands import Result, Run, reported_without_torch, runner, saved_model

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from factscope.errors import BadFact, PromptTooLong
 from factscope.facts import Fact
-from factscope.lm.arch import ARCHS
+from factscope.lm.families import FAMILIES
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode, encode_fact, first_token
@@ -161,7 +161,7 @@ def test_what_stands_in_front(style: str, lm: LM) -> None:
 
 def test_a_forgotten_bos_is_added_where_the_family_needs_it() -> None:
     tok = tokenizer("gemma")
-    assert ARCHS["gemma2"].needs_bos
+    assert FAMILIES["gemma2"].needs_bos
     forgetful, gemma = encode(lm_with(tok), CITY), encode(lm_with(tok, "gemma2"), CITY)
     assert forgetful.ids[0] != tok.bos_token_id
     assert gemma.ids == (tok.bos_token_id, *forgetful.ids)

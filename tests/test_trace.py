@@ -6,21 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from factscope.data.everyday import everyday
+from factscope.data.readers import everyday
 from factscope.errors import BadRecord, BadSetting, WrongRun
 from factscope.facts import Fact
-from factscope.lm.arch import arch_of
+from factscope.lm.families import family_of
+from factscope.lm.memory import Budget, parse_bytes
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.records import TraceRecord, read_records, write_records
 from factscope.runs.folder import RunFolder
 from factscope.tracing import trace as module
-from factscope.tracing.corrupt import Corruption
-from factscope.tracing.memory import Budget, parse_bytes
-from factscope.tracing.plain import Plain
-from factscope.tracing.questions import Question, ask
-from factscope.tracing.settings import PRESETS, Tracing, window_of
-from factscope.tracing.trace import trace, trace_many
+from factscope.tracing.reference import ReferenceTrace
+from factscope.tracing.settings import PRESETS, Corruption, Tracing, window_around
+from factscope.tracing.trace import CleanAnswer, clean_answers, trace, trace_many
 
 from families import tiny_model
 from tokenizers_ import tokenizer
@@ -39,7 +37,7 @@ def worded() -> LM:
     """A tiny model with a real tokenizer."""
     words = tokenizer("llama")
     model = tiny_model("llama", vocabulary=len(words))
-    return LM(model=model, tokenizer=words, arch=arch_of(model), name="worded")
+    return LM(model=model, tokenizer=words, arch=family_of(model), name="worded")
 
 
 def by_fact(records) -> dict[Fact, TraceRecord]:
@@ -123,7 +121,7 @@ def test_out_of_memory_is_tried_again_in_halves(
 
     monkeypatch.setattr(module, "trace_batch", once_too_large)
     monkeypatch.setattr(Budget, "facts", lambda *args, **kwargs: 16)
-    monkeypatch.setattr(Question, "restorable", 1)
+    monkeypatch.setattr(CleanAnswer, "restorable", 1)
     records = list(trace_many(worded, FACTS[:3], QUICK))
     assert len(records) == 3
     assert sizes[0] == 3
@@ -215,9 +213,9 @@ def test_windows_as_the_paper_says_and_as_its_code_does(
     alignment, window: int, wanted: tuple[int, int]
 ) -> None:
     settings = Tracing(alignment=alignment, window=window)
-    assert window_of(settings, 20, 48) == wanted
-    assert window_of(settings, 0, 48)[0] == 0
-    assert window_of(settings, 47, 48)[1] == 48
+    assert window_around(settings, 20, 48) == wanted
+    assert window_around(settings, 0, 48)[0] == 0
+    assert window_around(settings, 47, 48)[1] == 48
 
 
 @pytest.mark.parametrize(
@@ -269,8 +267,8 @@ def test_the_default_model_end_to_end(default_model: LM) -> None:
     assert record.clean == pytest.approx(0.70, abs=0.02)
     assert record.corrupted < 0.2
     scale = module.default_scale(default_model, settings.corruption, [fact])
-    [question] = ask(default_model, [fact], settings)
-    slow = Plain.of(default_model, question, settings, scale)
+    [question] = clean_answers(default_model, [fact], settings)
+    slow = ReferenceTrace.of(default_model, question, settings, scale)
     assert record.corrupted == pytest.approx(slow.corrupted, rel=1e-4)
     for kind, t, layer in [("states", 2, 3), ("mlp", 2, 2), ("attn", 9, 18), ("states", 9, 25)]:
         found = record.restored[kind][t][layer]
@@ -279,5 +277,5 @@ def test_the_default_model_end_to_end(default_model: LM) -> None:
 
 @pytest.mark.model
 def test_the_default_model_knows_most_of_the_packages_facts(default_model: LM) -> None:
-    asked = ask(default_model, everyday(), Tracing())
+    asked = clean_answers(default_model, everyday(), Tracing())
     assert sum(q.known for q in asked) / len(asked) > 0.5

@@ -15,27 +15,31 @@ import numpy as np
 import pytest
 import torch
 
-from factscope.analysis.training import Course
-from factscope.data.cases_file import read_cases
-from factscope.editing.learned.editor import Ke, Mend
-from factscope.editing.learned.lines import Line, line_of
-from factscope.editing.learned.weights import load_weights
-from factscope.editing.requests import request
+from factscope.analysis.training import TrainingCurve
+from factscope.data.readers import read_cases
+from factscope.editing.contexts import edit_request
+from factscope.editing.hypernet import train as training_module
+from factscope.editing.hypernet.editor import Ke, Mend
+from factscope.editing.hypernet.examples import (
+    BatchCache,
+    CaseExamples,
+    Example,
+    TextExamples,
+    split_examples,
+    without_overlap,
+)
+from factscope.editing.hypernet.gradients import TokenRow, token_row
+from factscope.editing.hypernet.train import Trainer, Training, training_pass
+from factscope.editing.hypernet.weights import load_weights
 from factscope.errors import BadRecord, BadSetting, NoProgress, WrongRun
-from factscope.learning import training as training_module
-from factscope.learning.examples import CaseLessons, Example, TextLessons, without
-from factscope.learning.groups import Shelf, split
-from factscope.learning.objective import look
-from factscope.learning.training import Trainer, Training
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import TrainingRecord
-from factscope.report.training_figures import training_figure
-from factscope.report.training_run import training_page
-from factscope.report.training_table import looks_table, training_values
-from factscope.runs import training as runs_module
+from factscope.report.figures.training import training_figure
+from factscope.report.training import looks_table, training_page, training_values
+from factscope.runs import train as runs_module
 from factscope.runs.folder import WEIGHTS
-from factscope.runs.training import CHECKPOINT, FromCases, FromText, TrainRun
+from factscope.runs.train import CHECKPOINT, FromCases, FromText, TrainRun
 from test_evaluating import record
 
 from commands import Run, reported_without_torch, runner, saved_model
@@ -76,8 +80,8 @@ def a_run(model: Path, data: Path, **fields: Any) -> TrainRun:
     )  # fmt: skip
 
 
-def lessons_of(data: Path, **how: Any) -> CaseLessons:
-    return CaseLessons(read_cases(data).cases, **how)
+def lessons_of(data: Path, **how: Any) -> CaseExamples:
+    return CaseExamples(read_cases(data).cases, **how)
 
 
 # ---- it learns
@@ -117,7 +121,7 @@ def test_what_training_sees_is_what_the_edits_do(
         trainer.step()
     group = trainer.held.group(0)
     assert group is not None
-    seen = look(lm, trainer.places, trainer.halves, trainer.network, group, 1, learn=False)
+    seen = training_pass(lm, trainer.places, trainer.halves, trainer.network, group, 1, learn=False)
     trainer.look()
     weights = trainer.weights({})
     weights.network.load_state_dict(trainer.network.state_dict())
@@ -141,11 +145,11 @@ def test_what_training_sees_is_what_the_edits_do(
             assert bool(seen.said[i]) == said
 
 
-def _logs(lm: LM, line: Line) -> torch.Tensor:
+def _logs(lm: LM, line: TokenRow) -> torch.Tensor:
     return lm.model(torch.tensor([line.ids])).logits[0, list(line.reads)].log_softmax(-1)
 
 
-def _loss(lm: LM, line: Line) -> float:
+def _loss(lm: LM, line: TokenRow) -> float:
     return torch.nn.functional.nll_loss(_logs(lm, line), torch.tensor(line.labels)).item()
 
 
@@ -182,18 +186,18 @@ def test_cases_are_examples(lm: LM, tmp_path: Path) -> None:
     towers = tmp_path / "one.json"
     towers.write_text(json.dumps([record(1)]))
     (case,) = read_cases(towers).cases
-    edit = line_of(request(lm, case.fact))
-    (example,) = CaseLessons((case,)).made(lm, [0])
+    edit = token_row(edit_request(lm, case.fact))
+    (example,) = CaseExamples((case,)).made(lm, [0])
     assert (example.edit, example.local) == (edit, None)
     assert lm.tokenizer.decode(example.rephrased.ids).startswith("One finds Tower 1 in")
     assert example.rephrased.labels == edit.labels
-    (example,) = CaseLessons((case,), "neighbours").made(lm, [0])
+    (example,) = CaseExamples((case,), "neighbours").made(lm, [0])
     assert example.local is not None
     assert lm.tokenizer.decode(example.local.ids).startswith("The Louvre is in")
     bare = replace(case, paraphrases=(), neighbours=())
-    assert CaseLessons((bare,)).made(lm, [0]) == [Example(edit, edit, None)]
+    assert CaseExamples((bare,)).made(lm, [0]) == [Example(edit, edit, None)]
     question = replace(bare, true=None, neighbours=("Who?",), neighbour_answers=("Miles",))
-    (example,) = CaseLessons((question,)).made(lm, [0])  # zsRE's question is unrelated as it is
+    (example,) = CaseExamples((question,)).made(lm, [0])  # zsRE's question is unrelated as it is
     assert example.local is not None
     assert lm.tokenizer.decode(example.local.labels).strip() == "Miles"
 
@@ -201,9 +205,9 @@ def test_cases_are_examples(lm: LM, tmp_path: Path) -> None:
 def test_a_case_that_cannot_be_read_is_left_out(lm: LM, data: Path) -> None:
     cases = list(read_cases(data).cases[:3])
     long = replace(cases[1].fact, prompt="{} " + "is in " * 100)
-    lessons = CaseLessons((cases[0], replace(cases[1], fact=long), cases[2]))
+    lessons = CaseExamples((cases[0], replace(cases[1], fact=long), cases[2]))
     assert len(lessons.made(lm, [0, 1, 2])) == 2
-    shelf = Shelf(lm, Trainer(lm, lessons_of(data), quick()).halves, lessons, range(1, 3), 2)
+    shelf = BatchCache(lm, Trainer(lm, lessons_of(data), quick()).halves, lessons, range(1, 3), 2)
     assert shelf.group(0) is None
 
 
@@ -221,14 +225,14 @@ def test_what_is_evaluated_is_not_trained_on(data: Path, tmp_path: Path) -> None
         replace(whole, exclude=((data, None),)).cases()
     (case,) = read_cases(data).cases[:1]
     loud = replace(case, fact=replace(case.fact, subject="TOWER  0"))
-    assert without([case], [loud]) == ()
+    assert without_overlap([case], [loud]) == ()
 
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_set_too_small_to_split_is_named(lm: LM, data: Path, count: int) -> None:
     with pytest.raises(BadSetting, match=f"{count} examples are too few"):
-        Trainer(lm, CaseLessons(read_cases(data).cases[:count]), quick())
-    assert split(10, 64) == (range(8), range(8, 10))
+        Trainer(lm, CaseExamples(read_cases(data).cases[:count]), quick())
+    assert split_examples(10, 64) == (range(8), range(8, 10))
 
 
 def test_text_is_continued_by_the_model(lm: LM, tmp_path: Path) -> None:
@@ -245,7 +249,7 @@ def test_text_is_continued_by_the_model(lm: LM, tmp_path: Path) -> None:
     assert source.lessons(lm).made(lm, [1]) == [second]
     own = replace(source, path=None).lessons(lm)
     assert len(own) == 12
-    assert isinstance(own, TextLessons)
+    assert isinstance(own, TextExamples)
     assert replace(source, path=None).lessons(lm).made(lm, [4]) == own.made(lm, [3, 4])[1:]
     trainer = Trainer(lm, own, quick())
     first_look = trainer.look()
@@ -358,20 +362,20 @@ def test_writing_takes_a_share_of_the_time_only(
 def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
     lm: LM, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, steps = training_module.look, []
+    real, steps = training_module.training_pass, []
 
     def broken(*words: Any, learn: bool) -> Any:
         seen = real(*words, learn=learn)
         steps.append(learn)
         return replace(seen, edit=seen.edit * math.nan) if sum(steps) == 8 else seen
 
-    monkeypatch.setattr(training_module, "look", broken)
+    monkeypatch.setattr(training_module, "training_pass", broken)
     run = a_run(model, data, save_every=1e9)
     folder = run.begin(lm, tmp_path / "run")
     with pytest.raises(NoProgress, match=r"at step 7 the loss .* no number .*up to step 5 is kept"):
         run.go_on(lm, folder)
     assert load_weights(folder.path / WEIGHTS).trained["step"] == 5
-    monkeypatch.setattr(training_module, "look", real)
+    monkeypatch.setattr(training_module, "training_pass", real)
     run.go_on(lm, run.begin(lm, folder.path))
     assert [r.step for r in folder.training_records()] == [0, 5, 10, 12]
 
@@ -427,7 +431,7 @@ def a_look(step: int, loss: float) -> TrainingRecord:
 
 def test_the_best_look_is_marked() -> None:
     losses = (math.nan, 4.0, 2.5, 3.0, 2.5)
-    course = Course.of(SPEC, [a_look(12_345 * i, loss) for i, loss in enumerate(losses)])
+    course = TrainingCurve.of(SPEC, [a_look(12_345 * i, loss) for i, loss in enumerate(losses)])
     assert course.best.step == 24_690
     rows = looks_table(course).rows
     assert [{getattr(cell, "mark", None) for cell in row} for row in rows] == [
@@ -444,7 +448,7 @@ def test_the_best_look_is_marked() -> None:
 
 def test_the_figure_shows_each_look_and_the_best() -> None:
     losses = (4.0, 2.5, 3.0)
-    course = Course.of(SPEC, [a_look(10 * i, loss) for i, loss in enumerate(losses)])
+    course = TrainingCurve.of(SPEC, [a_look(10 * i, loss) for i, loss in enumerate(losses)])
     left, right = training_figure(course).axes
     drawn = [
         {x.get_label(): np.array(x.get_data()) for x in ax.get_lines()} for ax in (left, right)
@@ -457,7 +461,7 @@ def test_the_figure_shows_each_look_and_the_best() -> None:
 
 def test_a_spec_without_its_settings_is_named() -> None:
     with pytest.raises(BadRecord, match="no 'source'"):
-        Course.of({"model": "m"}, [a_look(0, 1.0)])
+        TrainingCurve.of({"model": "m"}, [a_look(0, 1.0)])
 
 
 # ---- on the command line

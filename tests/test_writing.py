@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from factscope.lm.writing import draws_of, write_on
+from factscope.lm.generate import sample_texts, uniform_draws
 from test_rome import text_lm
 
 from families import FAMILIES
@@ -29,27 +29,27 @@ def test_rows_of_all_lengths_write_what_each_would_alone(
     family: str, k: int, steady: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if steady == "own kernel":
-        monkeypatch.setattr("factscope.lm.steady.kernels_here", lambda device: True)
-    monkeypatch.setattr("factscope.lm.writing.FEW", 2)
-    monkeypatch.setattr("factscope.lm.steady.TOLERANCE", {torch.float32: 1e-4})
+        monkeypatch.setattr("factscope.lm.accel.decode.kernels_here", lambda device: True)
+    monkeypatch.setattr("factscope.lm.generate.FEW", 2)
+    monkeypatch.setattr("factscope.lm.accel.decode.TOLERANCE", {torch.float32: 1e-4})
     lm = text_lm(family)
     rows = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14] * 3, [15, 16, 17, 18]]
-    draws = draws_of(["a", "b", "c", "d"], 12, seed=3)
-    found = write_on(lm, rows, draws, k=k, steady=bool(steady))
+    draws = uniform_draws(["a", "b", "c", "d"], 12, seed=3)
+    found = sample_texts(lm, rows, draws, k=k, steady=bool(steady))
     with torch.no_grad():
         assert found == [plain(lm, row, mine, k) for row, mine in zip(rows, draws, strict=True)]
 
 
 def test_a_row_draws_by_its_name_and_the_seed_alone() -> None:
-    many = draws_of(["a", "b", "c"], 6, seed=1)
-    assert torch.equal(draws_of(["b"], 6, seed=1)[0], many[1])
-    assert not torch.equal(draws_of(["b"], 6, seed=2)[0], many[1])
+    many = uniform_draws(["a", "b", "c"], 6, seed=1)
+    assert torch.equal(uniform_draws(["b"], 6, seed=1)[0], many[1])
+    assert not torch.equal(uniform_draws(["b"], 6, seed=2)[0], many[1])
     assert not torch.equal(many[0], many[1])
-    assert torch.equal(draws_of(["a"], 4, seed=1)[0], many[0, :4])
+    assert torch.equal(uniform_draws(["a"], 4, seed=1)[0], many[0, :4])
 
 
 def test_draws_follow_the_probabilities() -> None:
-    from factscope.lm.writing import _drawn
+    from factscope.lm.generate import _drawn
 
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).expand(20000, -1)
     draws = torch.linspace(0, 1, 20001)[:-1]
@@ -62,7 +62,9 @@ def test_draws_follow_the_probabilities() -> None:
 def test_a_row_that_is_long_enough_already_is_left_as_it_is() -> None:
     lm = text_lm("gpt2")
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11]]
-    assert write_on(lm, rows, draws_of(["a", "b"], 4, seed=0), k=1) == [row[:4] for row in rows]
+    assert sample_texts(lm, rows, uniform_draws(["a", "b"], 4, seed=0), k=1) == [
+        row[:4] for row in rows
+    ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_neox", "opt", "qwen2", "phi3"])
@@ -70,7 +72,7 @@ def test_steps_are_steady_where_a_family_lets_them_be(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every step of a long text would be launched operation by operation."""
-    from factscope.lm import steady
+    from factscope.lm.accel import decode as steady
 
     taken = []
     steps = steady.steady_steps
@@ -82,7 +84,7 @@ def test_steps_are_steady_where_a_family_lets_them_be(
     monkeypatch.setattr(steady, "steady_steps", watched)
     lm = text_lm(family)
     rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    write_on(lm, rows, draws_of(["a", "b"], 16, seed=3), k=5, steady=True)
+    sample_texts(lm, rows, uniform_draws(["a", "b"], 16, seed=3), k=5, steady=True)
     assert len(taken) == 1
     assert taken[0] is not None
 
@@ -90,7 +92,7 @@ def test_steps_are_steady_where_a_family_lets_them_be(
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("position", [0, 5, 31, 32, 40])
 def test_attention_of_the_last_token_is_torchs_own(position: int, key_heads: int) -> None:
-    from factscope.lm.last_kernels import attend_last
+    from factscope.lm.accel.kernels import attend_last
 
     generator = torch.Generator().manual_seed(0)
 

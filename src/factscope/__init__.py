@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from factscope.analysis.metrics import summaries
-    from factscope.data.cases_file import read_cases
+    from factscope.data.readers import read_cases
+    from factscope.editing.applied import applied_edits
     from factscope.editing.edit import Edit
     from factscope.editing.finetune import FineTune
-    from factscope.editing.kn import KN
-    from factscope.editing.learned.editor import Ke, Mend
-    from factscope.editing.ledger import edits_in
+    from factscope.editing.hypernet.editor import Ke, Mend
+    from factscope.editing.hypernet.train import Training
+    from factscope.editing.knowledge_neurons import KN
     from factscope.editing.memit import Memit
     from factscope.editing.methods import editor
+    from factscope.editing.per_row import edited
     from factscope.editing.rome import Rome
-    from factscope.editing.rows import edited
     from factscope.errors import FactscopeError
     from factscope.evaluation.protocols import Evaluation
     from factscope.facts import Case, Fact
-    from factscope.learning.training import Training
     from factscope.lm.load import from_model, load
     from factscope.lm.model import LM
     from factscope.records import (
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
         read_records,
         write_records,
     )
-    from factscope.runs.training import FromCases, FromText, TrainRun
-    from factscope.stats.moment import SecondMoment
-    from factscope.tracing.corrupt import Corruption
-    from factscope.tracing.discover import find_known
-    from factscope.tracing.settings import PRESETS, Tracing
+    from factscope.runs.train import FromCases, FromText, TrainRun
+    from factscope.stats.second_moment import SecondMoment
+    from factscope.tracing.known import find_known
+    from factscope.tracing.settings import PRESETS, Corruption, Tracing
     from factscope.tracing.trace import trace, trace_many
 
 __all__ = [
@@ -62,9 +61,9 @@ __all__ = [
     "Tracing",
     "TrainRun",
     "Training",
+    "applied_edits",
     "edited",
     "editor",
-    "edits_in",
     "find_known",
     "from_model",
     "load",
@@ -79,20 +78,20 @@ __all__ = [
 
 _HOMES = {
     "factscope.analysis.metrics": ("summaries",),
-    "factscope.data.cases_file": ("read_cases",),
+    "factscope.data.readers": ("read_cases",),
     "factscope.editing.edit": ("Edit",),
     "factscope.editing.finetune": ("FineTune",),
-    "factscope.editing.kn": ("KN",),
-    "factscope.editing.learned.editor": ("Ke", "Mend"),
-    "factscope.editing.ledger": ("edits_in",),
+    "factscope.editing.knowledge_neurons": ("KN",),
+    "factscope.editing.hypernet.editor": ("Ke", "Mend"),
+    "factscope.editing.applied": ("edits_in",),
     "factscope.editing.memit": ("Memit",),
     "factscope.editing.methods": ("editor",),
     "factscope.editing.rome": ("Rome",),
-    "factscope.editing.rows": ("edited",),
+    "factscope.editing.per_row": ("edited",),
     "factscope.errors": ("FactscopeError",),
     "factscope.evaluation.protocols": ("Evaluation",),
     "factscope.facts": ("Case", "Fact"),
-    "factscope.learning.training": ("Training",),
+    "factscope.editing.hypernet.train": ("Training",),
     "factscope.lm.load": ("from_model", "load"),
     "factscope.lm.model": ("LM",),
     "factscope.records": (
@@ -102,11 +101,10 @@ _HOMES = {
         "read_records",
         "write_records",
     ),
-    "factscope.runs.training": ("FromCases", "FromText", "TrainRun"),
-    "factscope.stats.moment": ("SecondMoment",),
-    "factscope.tracing.corrupt": ("Corruption",),
-    "factscope.tracing.discover": ("find_known",),
-    "factscope.tracing.settings": ("PRESETS", "Tracing"),
+    "factscope.runs.train": ("FromCases", "FromText", "TrainRun"),
+    "factscope.stats.second_moment": ("SecondMoment",),
+    "factscope.tracing.known": ("find_known",),
+    "factscope.tracing.settings": ("PRESETS", "Corruption", "Tracing"),
     "factscope.tracing.trace": ("trace", "trace_many"),
 }
 

@@ -8,16 +8,22 @@ GE, RS         fluency and consistency of the texts that the model writes
 efficacy, paraphrase, specificity, drawdown
                zsRE: the share of an answer's tokens that are the likeliest, and what an edit costs
 *_correct      how often every token of the right object is the likeliest
+
+What can be said of a text by counting its words: how varied it is, and how like another.
+
+Fluency (the paper's GE) is the entropy of a text's pairs and triples of words. Consistency (RS)
+is the cosine between the TF-IDF vectors of two texts. Neither needs a download.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from factscope.analysis.estimate import Estimate, estimate
-from factscope.analysis.texts import fluency
 from factscope.errors import BadRecord
-from factscope.records import Asked, CaseRecord, CaseScores, Moment, Protocol
+from factscope.records import CaseRecord, CaseScores, Phase, PromptScore, Protocol
 
 __all__ = [
     "METRICS",
@@ -25,10 +31,98 @@ __all__ = [
     "UNEDITED",
     "Summary",
     "case_metrics",
+    "fit_idf",
+    "fluency",
     "harmonic_mean",
-    "put_together",
+    "idf_of",
+    "merge_runs",
+    "ngram_entropy",
+    "reference_similarity",
     "summaries",
+    "tfidf",
+    "words",
 ]
+
+TITLES = "Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|Gen|Col|Capt|Lt|Sgt|Rev|Inc|Ltd|Corp"
+"""Abbreviations that keep their full stop in the middle of a text."""
+INSIDE = r"(?:(?!--)[^\s.,:;?!@#$%&()\[\]{}<>\"“”„«»‘’'`…])"
+"""What can stand in a word whatever is beside it."""
+TOKEN = re.compile(
+    rf"""
+    \.{{2,}} | --+                                    # dots and dashes
+  | (?<!\w)(?:{TITLES})\.(?=\s)
+  | (?<!\w)(?:[^\W\d_]\.){{2,}}                       # U.S.
+  | (?<!\w)[A-Z]\.(?=\s+[A-Z])                        # J. Doe
+  | {INSIDE}+(?:(?:[.']|[,:](?=\d)){INSIDE}+)*        # words, 3.5, 1,000, 10:30, isn't
+  | \S                                                # any other sign alone
+    """,
+    re.VERBOSE,
+)
+ENDING = re.compile(r"(?i)^(.+?)(n't|'(?:s|m|d|ll|re|ve))$|^(can)(not)$")
+"""Words that count as two: "is" + "n't", "it" + "'s", "can" + "not"."""
+TERM = re.compile(r"\b\w\w+\b")
+
+
+def words(text: str) -> list[str]:
+    """The words and signs of a text, cut as in the Penn treebank.
+
+    Nearly those of `nltk.word_tokenize`, which the paper's code takes. That one finds sentences
+    first, with a trained model that has to be downloaded, to tell a full stop from the dot of an
+    abbreviation; here a short list of abbreviations does. It also writes opening and closing
+    quotes differently and cuts a few more contractions ("gonna").
+    """
+    found: list[str] = []
+    for token in TOKEN.findall(text):
+        cut = ENDING.match(token)
+        found += [part for part in cut.groups() if part] if cut else [token]
+    return found
+
+
+def ngram_entropy(tokens: Sequence[str], n: int) -> float:
+    """H = -Σ f log₂ f over the text's n-grams, f being their frequencies; 0 if there are none."""
+    counts = Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+    total = counts.total()
+    return math.fsum(c / total * math.log2(total / c) for c in counts.values())
+
+
+def fluency(text: str) -> float:
+    """GE of one text, in bits: (H₂ + 2·H₃) / 3. It drops where a text repeats itself."""
+    tokens = words(text)
+    return (ngram_entropy(tokens, 2) + 2 * ngram_entropy(tokens, 3)) / 3
+
+
+def fit_idf(texts: Iterable[str]) -> dict[str, float]:
+    """Each term's inverse document frequency, ln((1 + n) / (1 + df)) + 1 over n texts."""
+    every = [set(terms(text)) for text in texts]
+    found = Counter(term for document in every for term in sorted(document))
+    return {term: math.log((1 + len(every)) / (1 + df)) + 1 for term, df in found.items()}
+
+
+def idf_of(vocabulary: Mapping[str, int], idf: Sequence[float]) -> dict[str, float]:
+    """The same from a stored vocabulary (term → place) and the values by place."""
+    return {term: float(idf[place]) for term, place in vocabulary.items()}
+
+
+def tfidf(text: str, idf: Mapping[str, float]) -> dict[str, float]:
+    """How often each term with an idf occurs × that idf, scaled to length 1."""
+    counts = Counter(term for term in terms(text) if term in idf)
+    weights = {term: count * idf[term] for term, count in counts.items()}
+    length = math.hypot(*weights.values())
+    return {term: weight / length for term, weight in weights.items()}
+
+
+def reference_similarity(
+    texts: Iterable[str], references: Iterable[str], idf: Mapping[str, float]
+) -> float:
+    """RS: the cosine between all texts as one and all references as one; 0 if one has no term."""
+    ours, theirs = (tfidf(" ".join(some), idf) for some in (texts, references))
+    return math.fsum(weight * theirs.get(term, 0.0) for term, weight in ours.items())
+
+
+def terms(text: str) -> list[str]:
+    """The text's words of two or more letters or digits, in small letters."""
+    return TERM.findall(text.lower())
+
 
 UNEDITED = "none"
 """The method of the model as it is."""
@@ -42,7 +136,7 @@ class Summary:
     data: str
     method: str
     protocol: Protocol = "single"
-    moment: Moment = "edit"
+    moment: Phase = "edit"
     cases: int
     """How many were tried."""
     failed: int = 0
@@ -61,7 +155,7 @@ class Summary:
 Metric = Callable[[CaseScores], float]
 
 
-def _asked(kind: str, of: Callable[[Asked], float]) -> Metric:
+def _asked(kind: str, of: Callable[[PromptScore], float]) -> Metric:
     """The mean over a kind's prompts."""
     return lambda scores: mean(of(asked) for asked in scores.prompts.get(kind, ()))
 
@@ -71,7 +165,7 @@ def _tokens(kind: str) -> Metric:
     return lambda scores: mean(map(float, scores.tokens.get(kind, ())))
 
 
-def margin(asked: Asked) -> float:
+def margin(asked: PromptScore) -> float:
     """P(new object) - P(true object)."""
     return math.exp(-asked.new) - math.exp(-asked.true)
 
@@ -134,7 +228,7 @@ def grouped(records: Iterable[CaseRecord], key: Callable) -> dict[tuple, list[Ca
     return groups
 
 
-def setting_of(record: CaseRecord) -> tuple[str, Protocol, Moment]:
+def setting_of(record: CaseRecord) -> tuple[str, Protocol, Phase]:
     """What tells the rows of a table apart."""
     return record.method, record.protocol, record.moment
 
@@ -215,7 +309,7 @@ def harmonic_mean(values: Sequence[float]) -> float:
     return len(values) / math.fsum(1 / x for x in values) if all(values) else 0.0
 
 
-def put_together(runs: Mapping[str, Sequence[CaseRecord]]) -> list[CaseRecord]:
+def merge_runs(runs: Mapping[str, Sequence[CaseRecord]]) -> list[CaseRecord]:
     """The records of several runs, by name. Where two of them try the same method on the same
     case, as with other settings, the methods of both get the run's name.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary
 
-__all__ = ["AXES", "NO_BOUND", "Grid", "Line", "Point", "Setting", "Sweep", "grid_points"]
+__all__ = ["AXES", "NO_BOUND", "Line", "Point", "Setting", "Sweep", "SweepGrid", "grid_points"]
 
 AXES = ("layer", "token", "bound", "prefix_lengths")
 """What can be swept, in the order in which points are named."""
@@ -20,11 +20,11 @@ NO_BOUND = "none"
 """The value of an axis that says: none at all."""
 
 Setting = int | float | str
-Grid = Mapping[str, Sequence[Setting]]
+SweepGrid = Mapping[str, Sequence[Setting]]
 """Axis → its values."""
 
 
-def grid_points(grid: Grid) -> list[dict[str, Setting]]:
+def grid_points(grid: SweepGrid) -> list[dict[str, Setting]]:
     """Every combination of the axes' values, those of the last axis changing fastest."""
     axes = [axis for axis in AXES if axis in grid]
     return [dict(zip(axes, values, strict=True)) for values in product(*(grid[a] for a in axes))]
@@ -78,7 +78,7 @@ class Sweep:
     model: str
     data: str
     method: str
-    grid: Grid
+    grid: SweepGrid
     points: tuple[Point, ...]
     unedited: Summary | None = None
     spec: Mapping[str, Any] | None = None

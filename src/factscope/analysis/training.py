@@ -8,11 +8,11 @@ from typing import Any
 from factscope.errors import BadRecord
 from factscope.records import TrainingRecord
 
-__all__ = ["Course"]
+__all__ = ["TrainingCurve"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class TrainingCurve:
     """A learned editor's training as far as it has come."""
 
     model: str
@@ -30,7 +30,7 @@ class Course:
             )
 
     @classmethod
-    def of(cls, spec: Mapping[str, Any], looks: Sequence[TrainingRecord]) -> "Course":
+    def of(cls, spec: Mapping[str, Any], looks: Sequence[TrainingRecord]) -> "TrainingCurve":
         """From what a training's folder holds."""
         try:
             model, data, method = spec["model"], spec["source"]["data"], spec["training"]["method"]

@@ -49,7 +49,7 @@ def get(
     json: Json = False,
 ) -> None:
     """Fetch a data set into the cache, unless it is here, and print where it is."""
-    from factscope.data.find import find
+    from factscope.data.registry import find_data
 
     with working(f"fetching {name}") as done:
         so_far = 0
@@ -60,7 +60,7 @@ def get(
                 done((now - so_far) / total)
             so_far = now
 
-        path = find(name, sha256=sha256, progress=share)
+        path = find_data(name, sha256=sha256, progress=share)
     if json:
         print_json({"name": name, "path": str(path)})
     else:
@@ -68,17 +68,16 @@ def get(
 
 
 def _names() -> list[str]:
-    from factscope.data.find import DATA_SETS
+    from factscope.data.registry import DATA_SETS
 
     return list(DATA_SETS)
 
 
 def _row(name: str) -> dict[str, Any]:
     """What is to say of a data set; `from` is where it is, or how it can be had."""
-    from factscope.data.count import count_records
-    from factscope.data.find import DATA_SETS, located
+    from factscope.data.registry import DATA_SETS, count_records, find_local
 
-    data, found = DATA_SETS[name], located(name)
+    data, found = DATA_SETS[name], find_local(name)
     return {
         "name": name,
         "what": data.what,
@@ -131,11 +130,10 @@ def find_known(
     json: Json = False,
 ) -> None:
     """Find the facts that a model knows: greedy text names the object before any other name."""
-    from factscope.data.facts_file import read_facts
-    from factscope.data.pararel import statements
-    from factscope.files import write_whole
+    from factscope.data.readers import read_facts, statements
+    from factscope.io import write_atomic
     from factscope.lm.load import load
-    from factscope.tracing.discover import find_known as find
+    from factscope.tracing.known import find_known as find_known_facts
 
     if patterns is None:
         file = read_facts(facts)
@@ -149,8 +147,8 @@ def find_known(
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype)
     with progress("asking", len(asked)) as done:
-        found = list(find(lm, asked, tokens=tokens, done=done))
-    write_whole(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
+        found = list(find_known_facts(lm, asked, tokens=tokens, done=done))
+    write_atomic(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
     if json:
         print_json({"asked": len(asked), "known": len(found), "file": str(out)})
         return

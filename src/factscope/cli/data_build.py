@@ -15,8 +15,8 @@ from factscope.cli.options import Json
 from factscope.cli.show import doing, notes, print_json, progress, results
 
 if TYPE_CHECKING:
-    from factscope.analysis.composition import Item
-    from factscope.data.build import Entry, FindHolders, Tables
+    from factscope.extras.counterfact_builder.build import Entry, FindHolders, Tables
+    from factscope.extras.counterfact_builder.composition import Item
 
 __all__ = ["build_counterfact", "show_composition"]
 
@@ -46,9 +46,9 @@ def build_counterfact(
     json: Json = False,
 ) -> None:
     """Build counterfactuals as the paper does (App. D), from a table of facts and patterns."""
-    from factscope.data import articles, build
-    from factscope.data.pararel import read_table
+    from factscope.data.readers import read_table
     from factscope.errors import BadFact, BadSetting
+    from factscope.extras.counterfact_builder import articles, build
 
     if references is not None and text is None:
         raise BadSetting("--references needs --text, the articles to take them from")
@@ -98,7 +98,7 @@ def _counted(entries: "Iterable[Entry]", done: Callable[[int], None]) -> "Iterat
 
 def _wanted(relations: str | None, table: "Tables") -> list[str]:
     """The relations that were asked for; none for all of them."""
-    from factscope.data.build import COUNTERFACT
+    from factscope.extras.counterfact_builder.build import COUNTERFACT
 
     if relations is None:
         return []
@@ -109,9 +109,9 @@ def _wanted(relations: str | None, table: "Tables") -> list[str]:
 
 def _asking() -> "FindHolders":
     """Wikidata's answer, or the table's where it has none; each object is asked for once."""
-    from factscope.data.build import Holders, Relation, in_the_table
-    from factscope.data.wikidata import Wikidata
-    from factscope.fetch import cache_folder
+    from factscope.extras.counterfact_builder.build import Holders, Relation, in_the_table
+    from factscope.extras.counterfact_builder.wikidata import Wikidata
+    from factscope.io import cache_folder
 
     service = Wikidata(cache_folder() / "wikidata")
 
@@ -128,10 +128,10 @@ def _asking() -> "FindHolders":
 
 def _write(path: Path, value: Any) -> None:
     """The value as JSON, packed for .gz; the same bytes for the same value."""
-    from factscope.files import write_whole
+    from factscope.io import write_atomic
 
     data = json_module.dumps(value, ensure_ascii=False, indent=1).encode()
-    write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def _covered(records: Sequence[dict[str, Any]], found: dict[str, dict[str, list[str]]]) -> int:
@@ -142,8 +142,8 @@ def _covered(records: Sequence[dict[str, Any]], found: dict[str, dict[str, list[
 
 def _report(file: Path, summary: dict[str, Any], json: bool) -> None:
     """The file's composition, read back from it."""
-    from factscope.analysis.composition import composition
-    from factscope.data.cases_file import read_cases
+    from factscope.data.readers import read_cases
+    from factscope.extras.counterfact_builder.composition import composition
 
     read = read_cases(file)
     for problem in read.problems:

@@ -25,10 +25,10 @@ def show_cases(
     json: Json = False,
 ) -> None:
     """Show cases as they are read: what is rewritten, and what is asked before and after."""
-    from factscope.data.cases_file import read_cases
-    from factscope.data.find import find
+    from factscope.data.readers import read_cases
+    from factscope.data.registry import find_data
 
-    file = read_cases(find(data))
+    file = read_cases(find_data(data))
     for problem in file.problems[:5]:
         notes.print(f"left out: {problem}", soft_wrap=True)
     chosen = file.cases[:limit] if cases is None else _named(file.cases, cases, data)

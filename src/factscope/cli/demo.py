@@ -36,10 +36,10 @@ def demo(
     json: Json = False,
 ) -> None:
     """Trace where the model keeps the Eiffel Tower's city, move it to Rome, and draw both."""
-    from factscope.files import write_whole
+    from factscope.io import write_atomic
     from factscope.lm.load import load
     from factscope.records import write_records
-    from factscope.report.edit_page import trace_and_edit_page
+    from factscope.report.edits import trace_and_edit_page
 
     notes.print(f"Loading {model}; the first time it is fetched and converted.")
     with doing(f"loading {model}"):
@@ -48,8 +48,8 @@ def demo(
     write_records(out / "trace.jsonl", [traced])
     made, edited = _edit(lm)
     made.save(out / "rome.edit")
-    write_whole(out / "edit.json", edited.to_json() + "\n")
-    write_whole(out / "index.html", trace_and_edit_page(traced, edited))
+    write_atomic(out / "edit.json", edited.to_json() + "\n")
+    write_atomic(out / "index.html", trace_and_edit_page(traced, edited))
     pictures = [*draw(traced, out / "trace.png"), *draw_edit(edited, None, out / "edit.png")]
     written = [
         out / "index.html", *pictures, out / "trace.jsonl", out / "edit.json", out / "rome.edit",

@@ -134,10 +134,10 @@ def _case(
 
 def _cases(path: Path, limit: int | None) -> "list[Case]":
     """The cases of a file; what is wrong with others is said."""
-    from factscope.data.cases_file import read_cases
-    from factscope.data.find import find
+    from factscope.data.readers import read_cases
+    from factscope.data.registry import find_data
 
-    file = read_cases(find(str(path)))
+    file = read_cases(find_data(str(path)))
     for problem in file.problems:
         notes.print(f"left out: {problem}", soft_wrap=True)
     return list(file.cases[:limit])
@@ -164,10 +164,10 @@ def _check_files(
 
 def _unsaid(lm: "LM", cases: "list[Case]", *, alone: bool) -> "tuple[list[Case], list[str]]":
     """The cases whose new object the model does not give already, and words about the others."""
-    from factscope.evaluation.before_after import already_said
+    from factscope.evaluation.before_after import already_predicted
 
     with doing("asking the model as it is"):
-        known = already_said(lm, [case.fact for case in cases])
+        known = already_predicted(lm, [case.fact for case in cases])
     said = [
         f"{lm.name} says {case.fact.target!r} after {case.fact.text!r} already"
         for case, is_said in zip(cases, known, strict=True)
@@ -188,7 +188,7 @@ def made_safely(
     lm: "LM", editor: "Editor", cases: "Sequence[Case]", *, force: bool = False
 ) -> "Edit":
     """The edit that writes all the cases, refused beyond the guard rails unless forced."""
-    from factscope.editing.guard import with_health
+    from factscope.editing.checks import with_checks
 
     facts = [case.request for case in cases]
     editor = with_statistics(lm, editor, facts)
@@ -196,7 +196,7 @@ def made_safely(
     with working(f"editing {what}") as done:
         made = editor(lm, facts, done=done)
     if made.health is None:
-        [made] = with_health(lm, [made])
+        [made] = with_checks(lm, [made])
     assert made.health is not None
     if not force:
         made.health.refuse()

@@ -34,7 +34,7 @@ Force = Annotated[bool, typer.Option("--force", help="Go on beyond the guard rai
 
 def load_edits(files: Sequence[Path]) -> "list[Edit]":
     """The edits of some files, each given once."""
-    from factscope.editing.edit_file import load_edit
+    from factscope.editing.edit import load_edit
 
     paths = [file.resolve() for file in files]
     twice = [file for i, file in enumerate(files) if paths[i] in paths[:i]]
@@ -64,11 +64,11 @@ def model_for(
 
 def _measured(lm: "LM", total: "Edit", *, force: bool) -> "Edit":
     """The edit with its guard rails, which a sum has not yet; refused beyond them."""
-    from factscope.editing.guard import with_health
+    from factscope.editing.checks import with_checks
 
     if total.health is None:
         with doing("measuring the guard rails"):
-            [total] = with_health(lm, [total])
+            [total] = with_checks(lm, [total])
     if not force and total.health is not None:
         total.health.refuse()
     return total
@@ -99,28 +99,28 @@ def show(files: Files, json: Json = False) -> None:
 def _facts(file: Path, edit: "Edit") -> dict[str, Any]:
     from dataclasses import asdict
 
-    from factscope.evaluation.before_after import guard_rails, places_of
+    from factscope.evaluation.before_after import changed_weights, checks_of
 
     return {
         "file": str(file), "bytes": file.stat().st_size, "method": edit.method,
         "model": edit.model, "fingerprint": edit.fingerprint,
         "facts": [asdict(fact) for fact in edit.facts],
-        "places": [asdict(place) for place in places_of(edit)],
-        "health": guard_rails(edit.health), "settings": dict(edit.settings),
+        "places": [asdict(place) for place in changed_weights(edit)],
+        "health": checks_of(edit.health), "settings": dict(edit.settings),
     }  # fmt: skip
 
 
 def _print(file: Path, edit: "Edit") -> None:
-    from factscope.evaluation.before_after import guard_rails, places_of
-    from factscope.report.edit_terminal import places_table, rails_table, settings_table
+    from factscope.evaluation.before_after import changed_weights, checks_of
+    from factscope.report.terminal import places_table, rails_table, settings_table
 
     size = in_bytes(file.stat().st_size)
     results.print(f"{file}, {size}", style="bold", soft_wrap=True)
     results.print(f"{edit.method}, for {edit.model} ({edit.fingerprint[:12]})", soft_wrap=True)
     for fact in edit.facts:
         results.print(f"  {_fact_words(fact)}", soft_wrap=True)
-    results.print(places_table(places_of(edit)), soft_wrap=True)
-    results.print(rails_table(guard_rails(edit.health)))
+    results.print(places_table(changed_weights(edit)), soft_wrap=True)
+    results.print(rails_table(checks_of(edit.health)))
     results.print(settings_table(edit.settings))
 
 
@@ -142,17 +142,17 @@ def apply(
     """Put edits on together: each fact without, with its own edit alone, and with all of them."""
     from dataclasses import asdict
 
-    from factscope.editing.guard import with_health
-    from factscope.evaluation.before_after import continued, guard_rails
+    from factscope.editing.checks import with_checks
+    from factscope.evaluation.before_after import checks_of, continued
 
     edits = load_edits(files)
     total = total_of(edits)
     lm = model_for(edits, model, device, dtype, device_map)
     with doing("asking"):
         rows = _scores(lm, files, edits, total)
-        [total] = with_health(lm, [total])
+        [total] = with_checks(lm, [total])
         said = continued(lm, total, prompt or [], tokens)
-    health = guard_rails(total.health)
+    health = checks_of(total.health)
     if json:
         texts = [asdict(generation) for generation in said]
         print_json({"model": lm.name, "facts": rows, "health": health, "texts": texts})
@@ -166,15 +166,15 @@ def _scores(
     """The new object's probability for each fact: before, alone, together."""
     import math
 
-    from factscope.evaluation.score import Ask, answers
+    from factscope.evaluation.score import Query, score_queries
 
     facts = [(number, fact) for number, edit in enumerate(edits) for fact in edit.facts]
     asks = [
-        Ask(fact.text, fact.target or "", which)
+        Query(fact.text, fact.target or "", which)
         for number, fact in facts
         for which in (None, number, len(edits))
     ]
-    found = iter(answers(lm, asks, [*edits, total]))
+    found = iter(score_queries(lm, asks, [*edits, total]))
     return [
         {
             "file": str(files[number]), "text": fact.text, "target": fact.target,
@@ -187,7 +187,7 @@ def _scores(
 def _print_applied(
     rows: list[dict[str, Any]], said: Sequence[Any], health: dict[str, Any], total: "Edit"
 ) -> None:
-    from factscope.report.edit_terminal import applied_table, rails_table, side_by_side
+    from factscope.report.terminal import applied_table, rails_table, side_by_side
 
     results.print(applied_table(rows))
     for generation in said:

@@ -103,7 +103,7 @@ TRACED = ("rome", "r-rome")
 
 def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
     """The preset's editor with what was said otherwise; None says nothing."""
-    from factscope.editing.learned.editor import Learned
+    from factscope.editing.hypernet.editor import HypernetEditor
     from factscope.editing.methods import editor
 
     base: Any = editor(method, preset)
@@ -123,7 +123,7 @@ def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
         said = {name: value for name, value in said.items() if name in known}
         said["search"] = replace(base.search, **search)
     made = editor(method, preset, **said)
-    if isinstance(made, Learned):
+    if isinstance(made, HypernetEditor):
         made.trained  # noqa: B018 - says how to train it, before anything is loaded
     if made.method != method:  # pyright: ignore[reportAttributeAccessIssue]
         raise BadSetting(f"with --bound this is ft-l; say --method ft-l instead of {method}")
@@ -171,10 +171,10 @@ def _layers(method: str, word: str, *, many: bool) -> dict[str, Any]:
 
 def check_token(token: str, flag: str = "--token") -> None:
     """A token that can be written at."""
-    from factscope.editing.requests import Token
+    from factscope.editing.contexts import EditToken
 
-    if token not in get_args(Token):
-        raise BadSetting(f"{flag} {token!r} is not one of {', '.join(get_args(Token))}")
+    if token not in get_args(EditToken):
+        raise BadSetting(f"{flag} {token!r} is not one of {', '.join(get_args(EditToken))}")
 
 
 def second_moment_of(stats: list[Path] | None, without: bool) -> Any:
@@ -189,7 +189,7 @@ def second_moment_of(stats: list[Path] | None, without: bool) -> Any:
 
 def prefixes_of(file: Path | None, lengths: str | None) -> dict[str, Any]:
     """What --prefixes and --prefix-lengths say."""
-    from factscope.editing.prefixes import parse_lengths, read_prefixes
+    from factscope.editing.contexts import parse_lengths, read_prefixes
 
     if file is not None and lengths is not None:
         raise BadSetting("give --prefixes FILE or --prefix-lengths, not both")

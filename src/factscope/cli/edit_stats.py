@@ -18,16 +18,16 @@ __all__ = ["each_with_statistics", "with_statistics"]
 
 def with_statistics(lm: "LM", editor: "Editor", facts: "Sequence[Fact]") -> "Editor":
     """The editor with its layers settled, and statistics of them collected where there are none."""
-    from factscope.editing.editor import all_of
+    from factscope.editing.editor import raise_first_error
 
-    return all_of(each_with_statistics(lm, [editor], facts))[0]
+    return raise_first_error(each_with_statistics(lm, [editor], facts))[0]
 
 
 def each_with_statistics(
     lm: "LM", editors: "Sequence[Editor]", facts: "Sequence[Fact]"
 ) -> "list[Editor | FactscopeError]":
     """The same for several editors, or why one cannot be had; what is missing comes in one pass."""
-    from factscope.stats.find import moment_for
+    from factscope.stats.second_moment import find_moment
 
     settled: list[Editor | FactscopeError] = []
     layers: set[int] = set()
@@ -42,7 +42,7 @@ def each_with_statistics(
             settled.append(made)
         except BadSetting as error:
             settled.append(error)
-    missing = [layer for layer in sorted(layers) if moment_for(lm, layer) is None]
+    missing = [layer for layer in sorted(layers) if find_moment(lm, layer) is None]
     if missing:
         _collect(lm, missing)
     return settled
@@ -55,8 +55,7 @@ def _settled(
 
     `known` keeps the layers found, since a trace for each editor would be dear.
     """
-    from factscope.editing.defaults import memit_defaults
-    from factscope.editing.layers import check_layer, layer_for
+    from factscope.editing.defaults import check_layer, layer_for, memit_defaults
 
     if hasattr(editor, "layers"):
         layers = tuple(check_layer(lm, n) for n in editor.layers or memit_defaults(lm).layers)
@@ -70,10 +69,9 @@ def _settled(
 
 def _collect(lm: "LM", layers: Sequence[int]) -> None:
     """Second moments of text that the model writes itself, kept in the cache."""
-    from factscope.stats.collect import collect
-    from factscope.stats.find import cached_path
-    from factscope.stats.moment_file import save_moment
-    from factscope.stats.text import WrittenText, window_of
+    from factscope.stats.covariance import collect
+    from factscope.stats.second_moment import cached_path, save_moment
+    from factscope.stats.text import GeneratedText, window_of
 
     named = ",".join(map(str, layers))
     tokens = ENOUGH * lm.mlp_weight(layers[0]).shape[1]
@@ -85,7 +83,7 @@ def _collect(lm: "LM", layers: Sequence[int]) -> None:
         soft_wrap=True,
     )
     window = window_of(lm)
-    written = WrittenText(lm=lm, window=window)
+    written = GeneratedText(lm=lm, window=window)
     corpus = f"text that {lm.name} wrote itself, windows of {window} tokens, seed {written.seed}"
     paths = [cached_path(lm, layer) for layer in layers]
     partial = paths[0].with_name(paths[0].name + ".partial")

@@ -55,15 +55,15 @@ def tell_one(
 
 def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> list[Path]:
     """The page and the figure, where they are wanted; KN's neurons in a figure beside it."""
-    from factscope.files import write_whole
-    from factscope.report.edit_page import edit_page
+    from factscope.io import write_atomic
+    from factscope.report.edits import edit_page
     from factscope.report.figures import before_after_figure, neurons_figure, save_figure
-    from factscope.report.neuron_figures import has_neurons
+    from factscope.report.figures.edits import has_neurons
 
     beside = None
     try:
         if page is not None:
-            write_whole(page, edit_page(record))
+            write_atomic(page, edit_page(record))
         if figure is not None:
             save_figure(before_after_figure(record), figure)
         if figure is not None and has_neurons(record):
@@ -76,7 +76,7 @@ def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> l
 
 def print_edit(record: "EditRecord") -> None:
     """Before and after, a continuation side by side, the guard rails, and where it is written."""
-    from factscope.report import edit_terminal as show
+    from factscope.report import terminal as show
 
     results.print(show.headline(record), soft_wrap=True)
     results.print(f"{record.method} on {record.model}\n", style="dim", soft_wrap=True)
@@ -121,7 +121,7 @@ def tell_many(
 ) -> None:
     """Many facts before and after, a line each."""
     from factscope.evaluation.before_after import before_after_each
-    from factscope.report import edit_terminal as show
+    from factscope.report import terminal as show
 
     with doing("asking before and after"):
         records = before_after_each(lm, made, cases, generation_tokens=0)

@@ -93,7 +93,7 @@ def evaluate(
 def tell(records: "list[CaseRecord]", out: Path, problems: list[str], json: bool) -> None:
     """The summary's row, and what to do next."""
     from factscope.analysis.metrics import summaries
-    from factscope.report.evaluation_table import evaluation_tables
+    from factscope.report.evaluations import evaluation_tables
     from factscope.report.tables import as_markdown
 
     found = summaries(records)

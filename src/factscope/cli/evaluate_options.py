@@ -14,9 +14,9 @@ from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
     from factscope.editing.editor import Editor
-    from factscope.evaluation.likeness import Consistency
+    from factscope.evaluation.cases import Consistency
     from factscope.lm.model import LM
-    from factscope.runs.evaluating import Crew, EvaluateRun
+    from factscope.runs.evaluate import EvaluateRun, Executor
 
 __all__ = ["Worker", "check_protocol", "data_name", "editor_from", "row_name", "run_from"]
 
@@ -72,15 +72,15 @@ class Worker:
             return load(model, device=device, dtype=dtype, device_map=device_map)
 
     @contextmanager
-    def crew(self, lm: "LM", run: "EvaluateRun") -> "Iterator[Crew | None]":
+    def crew(self, lm: "LM", run: "EvaluateRun") -> "Iterator[Executor | None]":
         """Who does a run's pieces; None for this process."""
         if self.on == "here":
             yield None
             return
-        from factscope.runs.ray_crew import Start, ray_crew
+        from factscope.runs.ray import WorkerSetup, ray_executor
 
-        start = Start(replace(run, editor=run.editor.settled(lm)), self.device)
-        with ray_crew(start, run.protocol, address=self.address, workers=self.workers) as crew:
+        start = WorkerSetup(replace(run, editor=run.editor.settled(lm)), self.device)
+        with ray_executor(start, run.protocol, address=self.address, workers=self.workers) as crew:
             yield crew
 
 
@@ -131,8 +131,8 @@ def run_from(
     references: str | None,
 ) -> "EvaluateRun":
     """The evaluation of an editor whose row has that name; its files are found, or fetched."""
-    from factscope.evaluation.cases import Asking
-    from factscope.runs.evaluating import EvaluateRun
+    from factscope.evaluation.cases import ScoringOptions
+    from factscope.runs.evaluate import EvaluateRun
 
     path, compared = _found(data), None if references is None else _found(references)
     likeness = None if references is None else _consistency(references)
@@ -146,7 +146,7 @@ def run_from(
         protocol=protocol,  # pyright: ignore[reportArgumentType]
         batch_size=batch_size,
         limit=limit,
-        asking=Asking(length=length, seed=seed),
+        asking=ScoringOptions(length=length, seed=seed),
         likeness=likeness,
         references=compared,
     )
@@ -154,23 +154,23 @@ def run_from(
 
 def _found(name: str) -> Path:
     """The file of a data set, fetched where it is not here."""
-    from factscope.data.find import find
+    from factscope.data.registry import find_data
 
-    return find(name)
+    return find_data(name)
 
 
 def _consistency(references: str) -> "Consistency":
     """What RS compares with; the paper's own snippets come with its table of words."""
-    from factscope.evaluation.likeness import consistency_of
+    from factscope.evaluation.cases import load_consistency
 
     words = ("idf", "vocabulary") if references == "snippets" else ()
     with doing("reading reference texts"):
-        return consistency_of(_found(references), *map(_found, words))
+        return load_consistency(_found(references), *map(_found, words))
 
 
 def data_name(data: str) -> str:
     """What a data set is called in records and tables: its name, or that of its file."""
-    from factscope.data.find import DATA_SETS
+    from factscope.data.registry import DATA_SETS
 
     file = Path(data).name.removesuffix(".gz")
     known = (name for name, one in DATA_SETS.items() if file in one.files)
@@ -182,10 +182,10 @@ def row_name(editor: "Editor", method: str, preset: str) -> str:
 
     A learned editor's says what it was trained on, as in the paper.
     """
-    from factscope.editing.learned.editor import Learned
-    from factscope.editing.methods import METHODS
+    from factscope.editing.hypernet.editor import HypernetEditor
+    from factscope.editing.methods import EDITORS
 
-    if isinstance(editor, Learned):
+    if isinstance(editor, HypernetEditor):
         return editor.row
-    same = METHODS[method][preset] == METHODS[method]["default"]
+    same = EDITORS[method][preset] == EDITORS[method]["default"]
     return method if same else f"{method}, {preset}"

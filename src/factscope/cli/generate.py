@@ -91,12 +91,13 @@ def _check_room(lm: "LM", prompts: Sequence[str], tokens: int) -> None:
 def _say(
     lm: "LM", edit: "Edit | None", prompts: Sequence[str], tokens: int, among: int | None, seed: int
 ) -> list[str]:
-    from factscope.editing.rows import edited
-    from factscope.lm.predict import likeliest, say, top_k
+    from factscope.editing.per_row import edited
+    from factscope.lm.generate import argmax_choice, top_k_choice
+    from factscope.lm.generate import generate as generate_texts
 
-    choose = likeliest if among is None else top_k(among, seed)
+    choose = argmax_choice if among is None else top_k_choice(among, seed)
     with edited(lm, [edit]):
-        return say(lm, prompts, tokens, choose)
+        return generate_texts(lm, prompts, tokens, choose)
 
 
 def _texts(
@@ -114,7 +115,7 @@ def _print(
     from rich.text import Text
 
     from factscope.records import Generation
-    from factscope.report.edit_terminal import side_by_side
+    from factscope.report.terminal import side_by_side
 
     objects = [fact.target or "" for fact in total.facts] if total else []
     for i, (text, words) in enumerate(zip(prompts, said, strict=True)):

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    from factscope.tracing.memory import is_out_of_memory
+    from factscope.lm.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

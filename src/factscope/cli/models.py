@@ -18,9 +18,9 @@ def models(json: Json = False) -> None:
 
 
 def _collect() -> dict[str, Any]:
-    from factscope.fetch import cache_folder
-    from factscope.lm.arch import ARCHS
-    from factscope.lm.sources import DEFAULT, SHORT_NAMES, converted, is_converted
+    from factscope.io import cache_folder
+    from factscope.lm.families import FAMILIES
+    from factscope.lm.sources import DEFAULT, SHORT_NAMES, cached_models, is_converted
 
     return {
         "default": DEFAULT,
@@ -34,9 +34,11 @@ def _collect() -> dict[str, Any]:
             }
             for name, model in sorted(SHORT_NAMES.items())
         ],
-        "families": sorted(ARCHS),
+        "families": sorted(FAMILIES),
         "cache": str(cache_folder()),
-        "converted": [{"name": c.name, "path": str(c.path), "bytes": c.size} for c in converted()],
+        "converted": [
+            {"name": c.name, "path": str(c.path), "bytes": c.size} for c in cached_models()
+        ],
     }
 
 

@@ -162,12 +162,12 @@ def _run(known: dict[str, Any], words: list[str], json: bool) -> Any:
 
 def _located(words: list[str]) -> list[str]:
     """Facts by the name of their data set; `trace` itself takes a file only."""
-    from factscope.data.find import DATA_SETS, find
+    from factscope.data.registry import DATA_SETS, find_data
 
     place = words.index("--facts") + 1 if "--facts" in words else None
     if place is None or words[place] not in DATA_SETS:
         return words
-    return [*words[:place], str(find(words[place])), *words[place + 1 :]]
+    return [*words[:place], str(find_data(words[place])), *words[place + 1 :]]
 
 
 def _finished(out: Path) -> dict[str, list[str]]:
@@ -184,10 +184,10 @@ def _finished(out: Path) -> dict[str, list[str]]:
 
 
 def _keep(out: Path, finished: dict[str, list[str]]) -> None:
-    from factscope.files import write_whole
+    from factscope.io import write_atomic
 
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / FINISHED, json_.dumps(finished, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(out / FINISHED, json_.dumps(finished, indent=2, ensure_ascii=False) + "\n")
 
 
 def _show(

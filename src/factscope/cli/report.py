@@ -77,8 +77,8 @@ def report(
 def _traces(run: "RunFolder", out: Path | None, *, paper: bool, json: bool) -> None:
     """Average effects of one run."""
     from factscope.analysis.effects import average_kinds
-    from factscope.report.run import write_report
     from factscope.report.tables import summary_table
+    from factscope.report.traces import write_report
 
     pooling = "tokens" if paper else "facts"
     records = run.records()
@@ -97,16 +97,15 @@ def _traces(run: "RunFolder", out: Path | None, *, paper: bool, json: bool) -> N
 
 def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, json: bool) -> None:
     """The paper's table of all runs together."""
-    from factscope.analysis.metrics import put_together, summaries
-    from factscope.report.evaluation_run import write_evaluation_report
-    from factscope.report.evaluation_table import evaluation_tables
+    from factscope.analysis.metrics import merge_runs, summaries
+    from factscope.report.evaluations import evaluation_tables, write_evaluation_report
     from factscope.report.samples import samples_of, samples_text
 
     if out is None and len(runs) > 1:
         raise BadSetting("several runs have one report; say where with --out FOLDER")
     names = {run.path.name for run in runs}
     named = {run.path.name if len(names) == len(runs) else str(run.path): run for run in runs}
-    records = put_together({name: run.case_records() for name, run in named.items()})
+    records = merge_runs({name: run.case_records() for name, run in named.items()})
     if not records:
         raise BadRecord(f"{runs[0].path} has no records yet; there is nothing to average")
     chosen = [case.strip() for case in cases.split(",") if case.strip()] if cases else None
@@ -125,9 +124,8 @@ def _evaluations(runs: "list[RunFolder]", out: Path | None, cases: str | None, j
 
 def tell_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
     """A sweep's report, and its table."""
-    from factscope.report.sweep_run import write_sweep_report
-    from factscope.report.sweep_table import sweep_table, sweep_values
-    from factscope.runs.sweep_folder import read_sweep
+    from factscope.report.sweeps import sweep_table, sweep_values, write_sweep_report
+    from factscope.runs.sweep import read_sweep
 
     sweep, folder = read_sweep(run.path), out or run.path / "report"
     with doing("drawing"):
@@ -140,11 +138,10 @@ def tell_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
 
 def _training(run: "RunFolder", out: Path | None, json: bool) -> None:
     """How a training went."""
-    from factscope.analysis.training import Course
-    from factscope.report.training_run import write_training_report
-    from factscope.report.training_table import looks_table, training_values
+    from factscope.analysis.training import TrainingCurve
+    from factscope.report.training import looks_table, training_values, write_training_report
 
-    course = Course.of(run.spec(), run.training_records())
+    course = TrainingCurve.of(run.spec(), run.training_records())
     folder = out or run.path / "report"
     with doing("drawing"):
         written = write_training_report(course, folder)

@@ -16,7 +16,7 @@ __all__ = ["serve"]
 
 
 def _limit(text: str, *names: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=text, rich_help_panel="Limits", min=1)
+    return typer.Option(*names, help=text, rich_help_panel="ServerLimits", min=1)
 
 
 def serve(
@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Open a page on which to locate, edit and compare; for several people at once."""
     try:
-        from factscope.serve.server import run
+        from factscope.serve.app import run
     except ModuleNotFoundError as error:
         raise BadSetting(
             f"the page needs the package {error.name!r}; install it with "
@@ -50,21 +50,21 @@ def serve(
         ) from error
     from factscope.lm.load import load
     from factscope.serve.app import LOCAL
-    from factscope.serve.limits import Limits
-    from factscope.serve.served import Served
+    from factscope.serve.schemas import ServerLimits
+    from factscope.serve.sessions import ServerState
 
     if runs is not None and not runs.is_dir():
         raise BadSetting(f"there is no folder {runs}; give one that holds runs")
-    limits = Limits(samples=samples, tokens=tokens, waiting=waiting, edits=edits)
+    limits = ServerLimits(samples=samples, tokens=tokens, waiting=waiting, edits=edits)
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype, device_map=device_map)
-    served = Served(lm=lm, runs=runs, limits=limits)
+    served = ServerState(lm=lm, runs=runs, limits=limits)
 
     def ready(address: str) -> None:
         results.print(f"{lm.name} at {address} (Ctrl-C ends)", soft_wrap=True)
 
     # The page says itself where C is left out, and that someone left is no news.
-    with _quiet("factscope.editing.moments", "asyncio"):
+    with _quiet("factscope.editing.closed_form", "asyncio"):
         run(served, host=host, port=port, names=[*LOCAL, *(name or [])], ready=ready)
 
 

@@ -14,8 +14,8 @@ from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
-    from factscope.stats.moment import SecondMoment
-    from factscope.stats.text import Window, WrittenText
+    from factscope.stats.second_moment import SecondMoment
+    from factscope.stats.text import GeneratedText, Window
 
 __all__ = ["stats"]
 
@@ -78,7 +78,7 @@ def collect(
 ) -> None:
     """Collect the second moments of some layers; "collect" can be left out."""
     from factscope.lm.load import load
-    from factscope.stats.collect import collect as collect_moments
+    from factscope.stats.covariance import collect as collect_moments
 
     layers = parse_layers(layer)
     part = parse_shard(shard)
@@ -111,8 +111,8 @@ def merge(
     json: Json = False,
 ) -> None:
     """Merge the files of one layer, such as those of shards, weighted by their tokens."""
-    from factscope.stats.moment import merge as merge_moments
-    from factscope.stats.moment_file import load_moment, save_moment
+    from factscope.stats.second_moment import load_moment, save_moment
+    from factscope.stats.second_moment import merge as merge_moments
 
     _check_suffix(out)
     merged = merge_moments([load_moment(file) for file in files])
@@ -123,7 +123,7 @@ def merge(
 @stats.command("show")
 def show(files: Files, figure: FigureFile = None, json: Json = False) -> None:
     """Say what statistics files hold."""
-    from factscope.stats.moment_file import load_moment
+    from factscope.stats.second_moment import load_moment
 
     moments = [load_moment(file) for file in files]
     if figure is not None:
@@ -174,14 +174,14 @@ def _check_files(
 
 
 def _check_suffix(out: Path) -> None:
-    from factscope.stats.find import SUFFIX
+    from factscope.stats.second_moment import SUFFIX
 
     if out.suffix != SUFFIX:
         raise BadSetting(f"cannot write statistics as {out.name!r}; the suffix is {SUFFIX}")
 
 
 def _check_figure(figure: Path) -> None:
-    from factscope.report.save import FIGURE_FORMATS
+    from factscope.report.style import FIGURE_FORMATS
 
     if figure.suffix.lstrip(".").lower() not in FIGURE_FORMATS:
         known = ", ".join(f".{name}" for name in FIGURE_FORMATS)
@@ -190,10 +190,10 @@ def _check_figure(figure: Path) -> None:
 
 def _source(
     lm: "LM", text: Path | None, dataset: str | None, asked: int | None, seed: int
-) -> "tuple[Iterable[Window] | WrittenText, str]":
+) -> "tuple[Iterable[Window] | GeneratedText, str]":
     """The windows of the text that was asked for, and what it is in words."""
-    from factscope.fetch import sha256
-    from factscope.stats.text import DataSet, WrittenText, documents, window_of, windows
+    from factscope.io import sha256
+    from factscope.stats.text import DataSet, GeneratedText, documents, window_of, windows
 
     window = window_of(lm, asked)
     how = f"windows of {window} tokens, seed {seed}"
@@ -208,13 +208,13 @@ def _source(
         "people write.",
         soft_wrap=True,
     )
-    written = WrittenText(lm=lm, window=window, seed=seed)
+    written = GeneratedText(lm=lm, window=window, seed=seed)
     return written, f"text that {lm.name} wrote itself, {how}"
 
 
 def _paths(lm: "LM", layers: Sequence[int], out: Path | None, shard: tuple[int, int]) -> list[Path]:
     """Where each layer's file goes."""
-    from factscope.stats.find import SUFFIX, cached_path, file_name
+    from factscope.stats.second_moment import SUFFIX, cached_path, file_name
 
     if out is not None and out.suffix == SUFFIX and not out.is_dir():
         return [out]
@@ -228,15 +228,15 @@ def _paths(lm: "LM", layers: Sequence[int], out: Path | None, shard: tuple[int, 
 
 
 def _save(moments: "Sequence[SecondMoment]", paths: Sequence[Path], packed: bool) -> None:
-    from factscope.stats.moment_file import save_moment
+    from factscope.stats.second_moment import save_moment
 
     for moment, path in zip(moments, paths, strict=True):
         save_moment(moment, path, packed)
 
 
 def _draw(moments: "Sequence[SecondMoment]", figure: Path) -> None:
-    from factscope.report.save import save_figure
-    from factscope.report.stats_figures import convergence_figure
+    from factscope.report.figures.training import convergence_figure
+    from factscope.report.style import save_figure
 
     histories = {moment.layer: moment.halves for moment in moments}
     save_figure(convergence_figure(histories, moments[0].model), figure)

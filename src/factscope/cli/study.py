@@ -12,8 +12,8 @@ from factscope.errors import BadSetting, BadStudy
 
 if TYPE_CHECKING:
     from factscope.analysis.preferences import Preference
+    from factscope.extras.study.pairs import Study
     from factscope.runs.folder import RunFolder
-    from factscope.study.pairs import Study
 
 __all__ = ["study"]
 
@@ -50,8 +50,8 @@ def build(
     """
     import secrets
 
-    from factscope.report.study_form import form_page
-    from factscope.study.pairs import draw
+    from factscope.extras.study.pairs import draw
+    from factscope.report.studies import form_page
 
     records = {name: run.case_records() for name, run in _comparable([run_a, run_b]).items()}
     made = draw(
@@ -95,10 +95,9 @@ def report(
 ) -> None:
     """Count whom people chose: ratios with 95 % intervals, a figure and a page; needs no model."""
     from factscope.analysis.preferences import preferences
-    from factscope.report.study_run import write_study_report
-    from factscope.report.study_words import preference_table, sentence
+    from factscope.extras.study.answers import read_answers, votes
+    from factscope.report.studies import preference_table, sentence, write_study_report
     from factscope.report.tables import as_markdown
-    from factscope.study.answers import read_answers, votes
 
     of = _read_key(key)
     given = votes(of, read_answers(of, answers).values())
@@ -120,8 +119,8 @@ def _comparable(paths: list[Path]) -> "dict[str, RunFolder]":
     """The runs by name, if texts of them can be compared."""
     import json
 
+    from factscope.extras.study.pairs import must_be_comparable
     from factscope.runs.folder import RunFolder
-    from factscope.study.pairs import must_be_comparable
 
     if paths[0].resolve() == paths[1].resolve():
         raise BadSetting(f"{paths[0]} is given twice; a study compares two runs")
@@ -153,16 +152,16 @@ def _keep_old_key(path: Path, made: "Study") -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from factscope.files import write_whole
+    from factscope.io import write_atomic
 
     try:
-        write_whole(path, text)
+        write_atomic(path, text)
     except OSError as error:
         raise BadSetting(f"cannot write {path} ({error.strerror or error})") from error
 
 
 def _read_key(path: Path) -> "Study":
-    from factscope.study.pairs import Study
+    from factscope.extras.study.pairs import Study
 
     try:
         return Study.from_json(path.read_text("utf-8"))

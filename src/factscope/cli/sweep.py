@@ -18,12 +18,12 @@ from factscope.errors import BadSetting, FactscopeError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from factscope.analysis.sweep import Grid, Setting
+    from factscope.analysis.sweep import Setting, SweepGrid
     from factscope.editing.editor import Editor
     from factscope.facts import Fact
     from factscope.lm.model import LM
-    from factscope.runs.evaluating import EvaluateRun
-    from factscope.runs.sweeping import SweepPoint
+    from factscope.runs.evaluate import EvaluateRun
+    from factscope.runs.sweep import SweepPoint
 
 __all__ = ["sweep"]
 
@@ -91,7 +91,7 @@ def sweep(
 
     Every point is an evaluation in a folder of its own; the unedited model is asked once.
     """
-    from factscope.runs.sweeping import SweepRun
+    from factscope.runs.sweep import SweepRun
 
     if out is None:
         raise BadSetting("give --out FOLDER: every point is kept there, and it goes on from there")
@@ -133,7 +133,7 @@ def _points(
     facts: "Sequence[Fact]",
 ) -> "list[SweepPoint]":
     """The grid's points, each with statistics for its editor, or with why there are none."""
-    from factscope.runs.sweeping import SweepPoint
+    from factscope.runs.sweep import SweepPoint
 
     ready = each_with_statistics(lm, [run.editor for run in runs], facts)
     return [
@@ -147,9 +147,9 @@ def _points(
 
 def grid_of(
     layers: str | None, tokens: str | None, bounds: str | None, prefix_lengths: str | None
-) -> "Grid":
+) -> "SweepGrid":
     """The axes of the flags, each with its values as they were said, none of them twice."""
-    from factscope.editing.prefixes import parse_lengths
+    from factscope.editing.contexts import parse_lengths
 
     grid: dict[str, list[Setting]] = {}
     if layers is not None:
@@ -186,7 +186,7 @@ def _lengths(lengths: "tuple[tuple[int, int], ...]") -> str:
     return ",".join(f"{tokens}x{count}" for tokens, count in lengths) or "none"
 
 
-def _check_axes(method: str, editor: "Editor", grid: "Grid") -> None:
+def _check_axes(method: str, editor: "Editor", grid: "SweepGrid") -> None:
     """Every axis must be a setting that the method has."""
     known = {field.name for field in fields(editor)}  # pyright: ignore[reportArgumentType]
     for axis in grid:
@@ -201,7 +201,7 @@ def _check_axes(method: str, editor: "Editor", grid: "Grid") -> None:
 
 
 def _runs(
-    base: "EvaluateRun", grid: "Grid", preset: str
+    base: "EvaluateRun", grid: "SweepGrid", preset: str
 ) -> "tuple[list[dict[str, Setting]], list[EvaluateRun]]":
     """Every point's settings and its evaluation: the one that `factscope evaluate` would make."""
     from factscope.analysis.sweep import grid_points
@@ -217,7 +217,7 @@ def _runs(
 def _editor(editor: Any, settings: "Mapping[str, Setting]") -> Any:
     """The editor at a point; FT with a bound is FT+L, and FT+L without one is FT."""
     from factscope.analysis.sweep import NO_BOUND
-    from factscope.editing.prefixes import parse_lengths
+    from factscope.editing.contexts import parse_lengths
 
     said: dict[str, Any] = dict(settings)
     if said.get("bound") == NO_BOUND:

@@ -13,7 +13,7 @@ from factscope.errors import BadSetting
 if TYPE_CHECKING:
     from factscope.facts import Fact
     from factscope.lm.model import LM
-    from factscope.runs.tracing import TraceRun
+    from factscope.runs.trace import TraceRun
     from factscope.tracing.settings import Tracing
 
 __all__ = ["fact_from", "trace"]
@@ -50,10 +50,10 @@ def trace(
     gradient_path: flags.GradientPath = None,
 ) -> None:
     """Trace a fact: which states bring the answer back after the subject was hidden?"""
-    from factscope.data.find import find
+    from factscope.data.registry import find_data
     from factscope.lm.load import load
-    from factscope.runs.tracing import TraceRun
-    from factscope.tracing.memory import parse_bytes
+    from factscope.lm.memory import parse_bytes
+    from factscope.runs.trace import TraceRun
 
     settings = flags.settings_of(
         preset,
@@ -68,7 +68,7 @@ def trace(
     if facts is not None:
         if prompt is not None or out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
-        file = find(str(facts))
+        file = find_data(str(facts))
         run = TraceRun(model=model, dtype=dtype, facts=file, limit=limit, settings=settings)
         _many(run, device, device_map, out, bound, json)
         return

@@ -76,9 +76,9 @@ def _said(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _level(noise: str | None) -> dict[str, Any]:
-    from factscope.tracing.corrupt import parse_level
+    from factscope.tracing.settings import parse_noise_level
 
     if noise is None:
         return {}
-    level, in_sigmas = parse_level(noise)
+    level, in_sigmas = parse_noise_level(noise)
     return {"level": level, "in_sigmas": in_sigmas}

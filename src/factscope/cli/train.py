@@ -12,9 +12,9 @@ from factscope.cli.stats import parse_layers
 from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
-    from factscope.analysis.training import Course
+    from factscope.analysis.training import TrainingCurve
     from factscope.records import TrainingRecord
-    from factscope.runs.training import FromCases, FromText
+    from factscope.runs.train import FromCases, FromText
 
 __all__ = ["train"]
 
@@ -75,10 +75,10 @@ def train(
 
     Then: factscope edit … --method mend --weights FOLDER/weights.safetensors
     """
-    from factscope.analysis.training import Course
-    from factscope.learning.training import Training
+    from factscope.analysis.training import TrainingCurve
+    from factscope.editing.hypernet.train import Training
     from factscope.lm.load import load
-    from factscope.runs.training import TrainRun
+    from factscope.runs.train import TrainRun
 
     if out is None:
         raise BadSetting("give --out FOLDER: the weights go there, and training goes on from there")
@@ -109,7 +109,7 @@ def train(
 
     with working(f"training {method}") as done:
         weights = run.go_on(lm, folder, trainer, done=done, seen=seen)
-    _tell(Course.of(folder.spec(), folder.training_records()), weights, json)
+    _tell(TrainingCurve.of(folder.spec(), folder.training_records()), weights, json)
 
 
 # ---- what was asked for
@@ -120,7 +120,7 @@ def _source(
     tokens: int, seed: int,
 ) -> "FromCases | FromText":  # fmt: skip
     """What to learn from."""
-    from factscope.runs.training import FromText
+    from factscope.runs.train import FromText
 
     if data != "text":
         if text is not None:
@@ -137,23 +137,23 @@ def _source(
 def _cases(
     data: str, exclude: list[str] | None, limit: int | None, locality: str, seed: int
 ) -> "FromCases":
-    from factscope.data.find import find, located
-    from factscope.learning.examples import Locality
-    from factscope.runs.training import FromCases
+    from factscope.data.registry import find_data, find_local
+    from factscope.editing.hypernet.examples import Locality
+    from factscope.runs.train import FromCases
 
     if locality not in get_args(Locality):
         known = ", ".join(get_args(Locality))
         raise BadSetting(f"--locality {locality!r} is not one of {known}")
     left = [_excluded(word) for word in exclude or ()]
-    apart = located(SETS[data]) if data in SETS else None
-    path = find(data) if apart is None else apart.path
+    apart = find_local(SETS[data]) if data in SETS else None
+    path = find_data(data) if apart is None else apart.path
     if data in SETS and not left:
         if apart is None:
             raise BadSetting(
                 f"{SETS[data]} is not here, and {data} is what is evaluated on; train on the rest "
                 f"of it with --exclude {data}:7500 (the first 7500), or give a file of cases"
             )
-        evaluated = located(data)
+        evaluated = find_local(data)
         if evaluated is None:
             notes.print(
                 f"{data} is not here, so that its subjects cannot be left out; evaluate on none "
@@ -175,12 +175,12 @@ def _cases(
 
 def _excluded(word: str) -> tuple[Path, int | None]:
     """A file or a data set's name, and how many of its first cases."""
-    from factscope.data.find import find
+    from factscope.data.registry import find_data
 
     name, _, count = word.rpartition(":")
     if name and count.isdigit():
-        return find(name), int(count)
-    return find(word), None
+        return find_data(name), int(count)
+    return find_data(word), None
 
 
 # ---- what came out
@@ -196,10 +196,10 @@ def _line(record: "TrainingRecord") -> str:
     )
 
 
-def _tell(course: "Course", weights: Path, json: bool) -> None:
+def _tell(course: "TrainingCurve", weights: Path, json: bool) -> None:
     """The figure of the losses, and what to do next."""
-    from factscope.report.save import save_figure
-    from factscope.report.training_figures import training_figure
+    from factscope.report.figures.training import training_figure
+    from factscope.report.style import save_figure
 
     figure = weights.with_name("training.png")
     save_figure(training_figure(course), figure)

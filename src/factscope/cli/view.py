@@ -42,18 +42,18 @@ def check_suffix(out: Path) -> None:
 
 def draw(record: "TraceRecord", out: Path) -> list[Path]:
     """Write the figure, and a second one beside it where the graph was severed; or the page."""
-    from factscope.files import write_whole
+    from factscope.io import write_atomic
     from factscope.report.figures import (
         gradients_figure,
         save_figure,
         severed_detail,
         traces_figure,
     )
-    from factscope.report.page import trace_page
+    from factscope.report.html import trace_page
 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".html":
-        write_whole(out, trace_page(record))
+        write_atomic(out, trace_page(record))
         return [out]
     save_figure(gradients_figure(record) if record.gradients else traces_figure(record), out)
     if not (record.severed and "states" in record.restored):

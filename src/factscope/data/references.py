@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from factscope.data.facts_file import read_text
+from factscope.data.readers import read_text
 from factscope.errors import BadFact
 
 __all__ = [

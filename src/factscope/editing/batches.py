@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from factscope.editing.editor import Done
-from factscope.editing.requests import Request
+from factscope.editing.contexts import EditRequest
+from factscope.editing.editor import Progress
 from factscope.errors import OutOfMemory
-from factscope.tracing.memory import Budget, is_out_of_memory
+from factscope.lm.memory import Budget, is_out_of_memory
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Progress", "halving", "in_batches", "with_fewer"]
+__all__ = ["NestedProgress", "retry_smaller", "run_in_batches", "solve_in_batches"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,32 +24,32 @@ MOST = 64
 """How many facts a GPU takes at once at most: beyond that it is full anyway."""
 
 
-def in_batches(
+def solve_in_batches(
     lm: "LM",
-    requests: Sequence[Request],
+    requests: Sequence[EditRequest],
     layer: int,
-    solve: Callable[[Sequence[Request], Done], Sequence[T]],
+    solve: Callable[[Sequence[EditRequest], Progress], Sequence[T]],
     *,
     at_once: int | None,
-    done: Done,
+    done: Progress,
 ) -> list[T]:
     """Solve every request, those of like length together; results in the order of the requests."""
     order = sorted(range(len(requests)), key=lambda i: _slots(requests[i]))
     size = at_once or _even(len(requests), _at_once(lm, requests, layer))
-    results = halving([requests[i] for i in order], size, solve, done)
+    results = run_in_batches([requests[i] for i in order], size, solve, done)
     by_number = dict(zip(order, results, strict=True))
     return [by_number[i] for i in range(len(requests))]
 
 
-def halving(
+def run_in_batches(
     items: Sequence[S],
     size: int,
-    solve: Callable[[Sequence[S], Done], Sequence[T]],
-    done: Done,
+    solve: Callable[[Sequence[S], Progress], Sequence[T]],
+    done: Progress,
 ) -> list[T]:
     """Solve in batches of a size, halved whenever memory runs out."""
     results: list[T] = []
-    progress = Progress(done)
+    progress = NestedProgress(done)
 
     def solve_next(size: int) -> Sequence[T]:
         begin = len(results)
@@ -57,12 +57,12 @@ def halving(
         return solve(some, progress.within(begin / len(items), len(some) / len(items)))
 
     while len(results) < len(items):
-        more, size = with_fewer(solve_next, min(size, len(items) - len(results)))
+        more, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
         results += more
     return results
 
 
-def with_fewer(solve: Callable[[int], T], size: int) -> tuple[T, int]:
+def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
     """What solving at a size gives, halved until memory suffices; and the size that did."""
     while True:
         try:
@@ -82,13 +82,13 @@ def with_fewer(solve: Callable[[int], T], size: int) -> tuple[T, int]:
 
 
 @dataclass
-class Progress:
+class NestedProgress:
     """Tells how far the work is, and nothing twice where a part of it is done again."""
 
-    done: Done
+    done: Progress
     told: float = 0.0
 
-    def within(self, start: float, length: float) -> Done:
+    def within(self, start: float, length: float) -> Progress:
         """What a part of the work, from a share of it on, tells its own shares to."""
         reached = start
 
@@ -107,12 +107,12 @@ def _even(items: int, most: int) -> int:
     return math.ceil(items / math.ceil(items / most))
 
 
-def _slots(request: Request) -> int:
+def _slots(request: EditRequest) -> int:
     """The longest row from the fact's token on."""
     return max(len(row.ids) - row.place for row in request.rows)
 
 
-def _at_once(lm: "LM", requests: Sequence[Request], layer: int) -> int:
+def _at_once(lm: "LM", requests: Sequence[EditRequest], layer: int) -> int:
     """How many facts fit: what the layers above keep for the gradient, and the logits."""
     if lm.device.type == "cpu":
         return 1  # one fact fills it

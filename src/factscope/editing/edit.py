@@ -3,28 +3,109 @@
 An edit names the weights that it changes and says by how much; it knows the model that it is for
 and the facts that it writes. It can be applied and taken off, added to another and scaled, saved
 and loaded. A rank-one edit is two vectors.
+
+Edits as files: safetensors, with what they are for and what they write in the header.
+
+A low-rank change of a weight is two tensors, `<weight>#B` and `<weight>#A`; any other is one,
+`<weight>#delta`. All are float32, in the paper's orientation. Nothing in the file is code.
+
+Guard rails: figures that tell an edit which would break the model.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from factscope.editing import ledger
-from factscope.editing.health import Health
-from factscope.errors import BadEdit
+from factscope.editing import applied as ledger
+from factscope.errors import BadEdit, BadFact, UnsafeEdit
 from factscope.facts import Fact
+from factscope.io import write_atomic
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Change", "Dense", "Edit", "LowRank"]
+__all__ = [
+    "Change",
+    "CheckLimits",
+    "Dense",
+    "Edit",
+    "EditChecks",
+    "LowRank",
+    "load_edit",
+    "save_edit",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckLimits:
+    """How far an edit may go."""
+
+    division_factor: float = 0.02
+    """At least: the cosine between the key and C⁻¹k, by which the update is divided. Where it is
+    near 0 the update is huge; docs/results.md says what is usual."""
+    update_norm: float = 0.5
+    """At most: ‖ΔW‖ / ‖W‖ of the weight that changes most."""
+    perplexity: float = 1.5
+    """At most: by what factor the perplexity of a plain text may grow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditChecks:
+    """What the guard rails saw of an edit."""
+
+    division_factor: float | None
+    """The smallest cosine between a key and the direction it is divided by; None without one."""
+    update_norm: float
+    """The largest ‖ΔW‖ / ‖W‖ over the changed weights."""
+    perplexity_before: float
+    perplexity_after: float
+
+    @property
+    def perplexity_growth(self) -> float:
+        """By what factor the plain text's perplexity grew."""
+        return self.perplexity_after / self.perplexity_before
+
+    def complaints(self, limits: CheckLimits | None = None) -> list[str]:
+        """Each limit that the edit breaks, by name and with its value."""
+        limits = limits or CheckLimits()
+        found = []
+        if self.division_factor is not None and not self.division_factor >= limits.division_factor:
+            found.append(
+                f"division factor {self.division_factor:.3g} below {limits.division_factor:g}"
+            )
+        if not self.update_norm <= limits.update_norm:
+            found.append(
+                f"update norm {self.update_norm:.3g} of the weight's, above {limits.update_norm:g}"
+            )
+        if not self.perplexity_growth <= limits.perplexity:
+            found.append(
+                f"perplexity of a plain text from {self.perplexity_before:.4g} to "
+                f"{self.perplexity_after:.4g}, above {limits.perplexity:g} times"
+            )
+        return found
+
+    def refuse(self, limits: CheckLimits | None = None) -> None:
+        """Raise by name where a limit is broken."""
+        complaints = self.complaints(limits)
+        if complaints:
+            raise UnsafeEdit(
+                f"the edit is beyond the guard rails: {'; '.join(complaints)}. Try another layer "
+                "or prompt; force it to have it all the same"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +179,7 @@ class Dense:
 Change = LowRank | Dense
 
 
-def added(first: Change, second: Change) -> Change:
+def add_changes(first: Change, second: Change) -> Change:
     """The sum of two changes of one weight: two low ranks stay one, as long as that is smaller."""
     if first.shape != second.shape:
         raise BadEdit(f"changes of shape {first.shape} and {second.shape} cannot be added")
@@ -126,7 +207,7 @@ class Edit:
     """What it writes: each fact's target is its new object."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was made, every default spelled out."""
-    health: Health | None = None
+    health: EditChecks | None = None
     """The guard rails' figures; None where they were not measured."""
 
     @cached_property
@@ -143,11 +224,11 @@ class Edit:
             self.check(lm)
             if self.health is not None:
                 self.health.refuse()
-        ledger.add(lm, self)
+        ledger.apply_edit(lm, self)
 
     def revert(self, lm: "LM") -> None:
         """Take it off again, in whatever order edits were applied: bit by bit as without it."""
-        ledger.remove(lm, self)
+        ledger.revert_edit(lm, self)
 
     @contextmanager
     def applied(self, lm: "LM", *, force: bool = False) -> Iterator["LM"]:
@@ -172,14 +253,12 @@ class Edit:
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, whole or not at all; see `editing.edit_file`."""
-        from factscope.editing.edit_file import save_edit
 
         save_edit(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Edit":
         """The edit in a file."""
-        from factscope.editing.edit_file import load_edit
 
         return load_edit(path)
 
@@ -191,7 +270,7 @@ class Edit:
             )
         changes = dict(self.changes)
         for name, change in other.changes.items():
-            changes[name] = added(changes[name], change) if name in changes else change
+            changes[name] = add_changes(changes[name], change) if name in changes else change
         return replace(
             self,
             changes=changes,
@@ -223,3 +302,134 @@ def _parts(edit: Edit) -> list[dict[str, Any]]:
     if scale is None:
         return list(parts)
     return [{**part, "scale": scale * part.get("scale", 1.0)} for part in parts]
+
+
+FORMAT = "factscope-edit"
+VERSION = 1
+
+
+def save_edit(edit: Edit, path: str | Path) -> None:
+    """Write the edit, whole or not at all; `load_edit` gives the same one, bit by bit.
+
+    Settings are kept as JSON: their tuples come back as lists.
+    """
+    path, header = Path(path), _header(edit)
+    tensors = {
+        f"{name}#{part}": _plain(tensor)
+        for name, change in edit.changes.items()
+        for part, tensor in _file_parts(change).items()
+    }
+    try:
+        # By way of bytes: safetensors' own files can be read by their maker only.
+        write_atomic(path, save(tensors, metadata=header))
+    except (OSError, SafetensorError) as error:
+        raise BadEdit(f"the edit cannot be written to {path} ({error}); give another") from error
+
+
+def load_edit(path: str | Path) -> Edit:
+    """The edit in a file, on the CPU."""
+    path = Path(path)
+    header, tensors = _read(path)
+    try:
+        health = header.get("health")
+        return Edit(
+            changes=_changes(tensors),
+            model=header["model"],
+            fingerprint=header["fingerprint"],
+            method=header["method"],
+            facts=tuple(Fact(**fact) for fact in json.loads(header["facts"])),
+            settings=dict(json.loads(header["settings"])),
+            health=None if health is None else EditChecks(**json.loads(health)),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
+        reason = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
+        raise _unreadable(path, reason) from error
+
+
+# ---- writing
+
+
+def _header(edit: Edit) -> dict[str, str]:
+    header = {
+        "format": f"{FORMAT} {VERSION}",
+        "model": edit.model,
+        "fingerprint": edit.fingerprint,
+        "method": edit.method,
+        "facts": json.dumps([asdict(fact) for fact in edit.facts]),
+        "settings": _json(edit.settings),
+    }
+    return header if edit.health is None else {**header, "health": _json(edit.health.to_dict())}
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(values))
+    except (TypeError, ValueError) as error:
+        raise BadEdit(
+            f"the edit's settings are not plain values ({error}); give numbers, text, lists"
+        ) from error
+
+
+def _file_parts(change: Change) -> dict[str, Tensor]:
+    if isinstance(change, LowRank):
+        return {"A": change.A, "B": change.B}
+    return {"delta": change.delta}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A copy of its own, since safetensors takes no two tensors that share memory."""
+    tensor = tensor.detach().to("cpu", torch.float32)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# ---- reading
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and the tensors of a file that says it is an edit, of a version we know."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_format(path, header)
+            # Copies: a tensor that still lay in the file would change with it.
+            return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise BadEdit(f"there is no file {path}; give one that `Edit.save` wrote") from error
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _check_format(path: Path, header: Mapping[str, str]) -> None:
+    kind, _, version = header.get("format", "").partition(" ")
+    if kind != FORMAT or not version.isdigit():
+        raise BadEdit(f"{path} holds no edit; give a file that `Edit.save` wrote")
+    if int(version) > VERSION:
+        raise BadEdit(
+            f"{path} has format {version}, this factscope reads up to {VERSION}; update factscope"
+        )
+
+
+def _changes(tensors: Mapping[str, Tensor]) -> dict[str, Change]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition("#")
+        found.setdefault(name, {})[part] = tensor
+    return {name: _change(name, parts) for name, parts in found.items()}
+
+
+def _change(name: str, parts: Mapping[str, Tensor]) -> Change:
+    if any(tensor.dtype != torch.float32 for tensor in parts.values()):
+        raise ValueError(f"the change of {name!r} is not float32")
+    if parts.keys() == {"delta"}:
+        return Dense(parts["delta"])
+    if parts.keys() != {"A", "B"}:
+        raise ValueError(f"the change of {name!r} has the parts {sorted(parts)}, not A and B")
+    B, A = parts["B"], parts["A"]
+    if B.dim() != 2 or A.dim() != 2 or B.shape[1] != A.shape[0]:
+        shapes = f"{tuple(B.shape)} and {tuple(A.shape)}"
+        raise ValueError(f"B and A of {name!r} have shapes {shapes}, which do not fit together")
+    return LowRank(B, A)
+
+
+def _unreadable(path: Path, reason: str) -> BadEdit:
+    return BadEdit(f"the edit {path} cannot be read ({reason}); fetch or make it again")

@@ -10,12 +10,12 @@ from factscope.facts import Fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Done", "Editor", "all_of", "each_or_error"]
+__all__ = ["Editor", "Progress", "map_valid", "raise_first_error"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-Done = Callable[[float], None]
+Progress = Callable[[float], None]
 """Called with each share of the work that was done; the shares add up to one."""
 
 
@@ -34,24 +34,24 @@ class Editor(Protocol):
         """
         ...
 
-    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...) -> Edit:
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Progress = ...) -> Edit:
         """One edit that writes all the facts together."""
         ...
 
     def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
     ) -> list[Edit]:
         """An edit for each fact alone, as if the others were not there; solved in batches."""
-        return all_of(self.attempt(lm, facts, done=done))
+        return raise_first_error(self.attempt(lm, facts, done=done))
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = ...
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = ...
     ) -> list[Edit | FactscopeError]:
         """The same, but a fact that cannot be written leaves its error and not the others'."""
         ...
 
 
-def all_of(results: Sequence[T | FactscopeError]) -> list[T]:
+def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:
     """The results, or the first error among them, raised."""
     for result in results:
         if isinstance(result, FactscopeError):
@@ -59,7 +59,7 @@ def all_of(results: Sequence[T | FactscopeError]) -> list[T]:
     return [result for result in results if not isinstance(result, FactscopeError)]
 
 
-def each_or_error(
+def map_valid(
     items: Sequence[T | FactscopeError], change: Callable[[list[T]], Sequence[U | FactscopeError]]
 ) -> list[U | FactscopeError]:
     """Change all items at once, errors left where they are."""

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from factscope.editing.applied import applied_edits, is_transposed
 from factscope.editing.edit import Change, Edit, LowRank
-from factscope.editing.ledger import edits_in, turned
-from factscope.editing.rows import linear_of
+from factscope.editing.per_row import linear_of
 from factscope.errors import BadEdit, BadSetting
-from factscope.fetch import scratch
+from factscope.io import scratch_folder
 from factscope.lm.sources import quiet
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def export_checkpoint(
     The edits come on top of those that are in the model already. Weights are written in the
     number format that the model is loaded in; the model itself is afterwards as before.
     """
-    there = edits_in(lm)
+    there = applied_edits(lm)
     with _new_folder(Path(folder), room=_size(lm.model)) as partial, ExitStack() as stack, quiet():
         for edit in edits:
             if not any(edit is other for other in there):
@@ -127,7 +127,7 @@ def _checked(change: Change, lm: "LM", name: str) -> Change:
 def _shape(lm: "LM", name: str) -> tuple[int, ...]:
     """The shape of a weight in the paper's orientation."""
     shape = tuple(lm.model.get_parameter(name).shape)
-    return shape[::-1] if turned(lm, name) else shape
+    return shape[::-1] if is_transposed(lm, name) else shape
 
 
 def _lora(changes: Mapping[str, Change], lm: "LM", owner: str, rank: int | None) -> _Lora:
@@ -138,7 +138,7 @@ def _lora(changes: Mapping[str, Change], lm: "LM", owner: str, rank: int | None)
     if "weight" in changes:
         factors = _factors(changes["weight"], rank)
     bias = changes["bias"].matrix() if "bias" in changes else None
-    return _Lora(factors.B, factors.A, bias, turned(lm, weight))
+    return _Lora(factors.B, factors.A, bias, is_transposed(lm, weight))
 
 
 def _factors(change: Change, rank: int | None) -> LowRank:
@@ -224,7 +224,7 @@ def _new_folder(folder: Path, room: int = 0) -> Iterator[Path]:
             raise BadSetting(f"{folder} is there already; give a new or empty folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         _check_room(folder.parent, room)
-        with scratch(folder.parent) as temporary:
+        with scratch_folder(folder.parent) as temporary:
             partial = temporary / folder.name
             partial.mkdir()
             yield partial

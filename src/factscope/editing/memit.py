@@ -17,26 +17,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.defaults import memit_defaults
+from factscope.editing.checks import with_checks
+from factscope.editing.closed_form import (
+    SecondMomentSetting,
+    describe_second_moment,
+    resolve_second_moment,
+)
+from factscope.editing.contexts import EditRequest, EditToken, PrefixLengths, pad_rows, prefixes_for
+from factscope.editing.defaults import check_layer, memit_defaults
 from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.editor import Done, Editor, all_of, each_or_error
-from factscope.editing.guard import with_health
-from factscope.editing.layers import check_layer
-from factscope.editing.moments import Moment, settle_moment, told
-from factscope.editing.prefixes import Lengths, prefixes_for
-from factscope.editing.problem import ValueSearch
-from factscope.editing.requests import Request, Token, padded
-from factscope.editing.rows import edited
-from factscope.editing.values import Sought, search_each
+from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.per_row import edited
+from factscope.editing.value_search import ValueResult, ValueSearch, search_values
 from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import Fact
-from factscope.lm.hooks import on_call, on_output
-from factscope.stats.moment import SecondMoment
+from factscope.lm.hooks import hook_calls, hook_outputs
+from factscope.stats.second_moment import SecondMoment
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["PAPER", "Memit", "Ready", "spread"]
+__all__ = ["PAPER", "BoundMemit", "Memit", "spread"]
 
 FACTS = 32
 """How many facts' rows are looked at in one pass."""
@@ -50,11 +51,11 @@ class Memit(Editor):
     """The layers that share the change, lowest first; None for the model's default."""
     weight: float | None = None
     """λ: how many keys of ordinary text C stands for; None for the model's default."""
-    token: Token = "subject-last"
+    token: EditToken = "subject-last"
     """The token at which the facts are written."""
     prefixes: tuple[str, ...] | None = None
     """Texts to put before the prompt; None lets the model write them."""
-    prefix_lengths: Lengths = ((10, 5),)
+    prefix_lengths: PrefixLengths = ((10, 5),)
     """(tokens, how many) of the prefixes that the model writes; () for none."""
     prefix_bos_counts: bool = False
     """Whether BOS is one of those tokens, as in MEMIT's own code."""
@@ -63,7 +64,7 @@ class Memit(Editor):
     key: Literal["mean", "half bare"] = "mean"
     """A fact's key: the mean over all contexts; or, as in MEMIT's own code, half of it the bare
     prompt's and half the mean after the prefixes."""
-    second_moment: Moment = "find"
+    second_moment: SecondMomentSetting = "find"
     """C of every layer."""
     ridge: float = 1e-3
     """What is added to C's diagonal, in units of its mean."""
@@ -76,24 +77,26 @@ class Memit(Editor):
         if self.weight is not None and not self.weight > 0:
             raise BadSetting(f"weight is {self.weight}; it must be above 0")
 
-    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
+    def __call__(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+    ) -> Edit:
         """One edit that writes all the facts."""
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm)
-        sought = all_of(ready.sought(facts, done))
-        return with_health(lm, ready.insert(sought, [list(range(len(sought)))]))[0]
+        sought = raise_first_error(ready.sought(facts, done))
+        return with_checks(lm, ready.insert(sought, [list(range(len(sought)))]))[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         ready = self.ready(lm)
 
-        def insert(sought: list[Sought]) -> list[Edit]:
-            return with_health(lm, ready.insert(sought, [[i] for i in range(len(sought))]))
+        def insert(sought: list[ValueResult]) -> list[Edit]:
+            return with_checks(lm, ready.insert(sought, [[i] for i in range(len(sought))]))
 
-        return each_or_error(ready.sought(facts, done), insert)
+        return map_valid(ready.sought(facts, done), insert)
 
     def settled(self, lm: "LM") -> "Memit":
         """The same with layers, prefixes and statistics written out."""
@@ -101,7 +104,7 @@ class Memit(Editor):
         moments = tuple(moment for moment in ready.moments if moment is not None) or "identity"
         return replace(self, layers=ready.layers, prefixes=ready.prefixes, second_moment=moments)
 
-    def ready(self, lm: "LM") -> "Ready":
+    def ready(self, lm: "LM") -> "BoundMemit":
         """The method on a model, with every default settled."""
         known = memit_defaults(lm)
         wanted = known.layers if self.layers is None else self.layers
@@ -112,24 +115,24 @@ class Memit(Editor):
         prefixes = prefixes_for(
             lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=bos_counts
         )
-        return Ready(
+        return BoundMemit(
             memit=self,
             lm=lm,
             layers=layers,
             weight=self.weight or known.weight,
             prefixes=prefixes,
             search=self.search.settled(steps=known.steps, clamp=known.clamp),
-            moments=[settle_moment(lm, layer, self.second_moment) for layer in layers],
+            moments=[resolve_second_moment(lm, layer, self.second_moment) for layer in layers],
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values; those that depend on the model are not settled."""
-        return {**vars(self), "second_moment": told(self.second_moment),
+        return {**vars(self), "second_moment": describe_second_moment(self.second_moment),
                 "search": asdict(self.search)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ready:
+class BoundMemit:
     """The method on a model."""
 
     memit: Memit
@@ -140,15 +143,15 @@ class Ready:
     search: ValueSearch
     moments: list[SecondMoment | None]
 
-    def sought(self, facts: Sequence[Fact], done: Done) -> list[Sought | FactscopeError]:
+    def sought(self, facts: Sequence[Fact], done: Progress) -> list[ValueResult | FactscopeError]:
         """z of each fact: a state of the last layer."""
         memit = self.memit
-        return search_each(
+        return search_values(
             self.lm, facts, self.prefixes, self.layers[-1], "state", memit.token, self.search,
             at_once=memit.at_once, done=done,
         )  # fmt: skip
 
-    def insert(self, sought: Sequence[Sought], groups: list[list[int]]) -> list[Edit]:
+    def insert(self, sought: Sequence[ValueResult], groups: list[list[int]]) -> list[Edit]:
         """An edit for each group of facts: layer by layer, on top of the change below."""
         requests = [s.request for s in sought]
         z = torch.stack([s.values[0] + s.delta for s in sought])
@@ -170,7 +173,11 @@ class Ready:
 
     @torch.no_grad()
     def _observe(
-        self, requests: Sequence[Request], layer: int, edits: Sequence[Edit], owner: dict[int, int]
+        self,
+        requests: Sequence[EditRequest],
+        layer: int,
+        edits: Sequence[Edit],
+        owner: dict[int, int],
     ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"]]:
         """Each fact's key at a layer, and its bare prompt's state at the last, as edited."""
         lm, last = self.lm, self.layers[-1]
@@ -180,12 +187,12 @@ class Ready:
             some = requests[begin : begin + FACTS]
             rows = [row for asked in some for row in asked.rows]
             whose = [owner[begin + i] for i, asked in enumerate(some) for _ in asked.rows]
-            ids = padded(rows, lm.device)
+            ids = pad_rows(rows, lm.device)
             seen: list[Tensor] = []
             with (
                 edited(lm, edits, whose),
-                on_call((lm.mlp_out(layer), lambda args, _, seen=seen: seen.append(args[0]))),
-                on_output((lm.blocks[last], lambda out, seen=seen: seen.append(out.clone()))),
+                hook_calls((lm.mlp_out(layer), lambda args, _, seen=seen: seen.append(args[0]))),
+                hook_outputs((lm.blocks[last], lambda out, seen=seen: seen.append(out.clone()))),
             ):
                 lm.model.base_model(ids, use_cache=False)
             place = torch.tensor([row.place for row in rows])
@@ -202,7 +209,7 @@ class Ready:
             return keys.mean(1)
         return (keys[:, 0] + keys[:, 1:].mean(1)) / 2
 
-    def _empty(self, sought: Sequence[Sought]) -> Edit:
+    def _empty(self, sought: Sequence[ValueResult]) -> Edit:
         return Edit(
             changes={},
             model=self.lm.name,
@@ -216,7 +223,7 @@ class Ready:
         """The settings as plain values, all settled."""
         settled = {"layers": self.layers, "weight": self.weight, "prefixes": self.prefixes,
                    "search": asdict(self.search)}  # fmt: skip
-        moments = [told(moment) for moment in self.moments]
+        moments = [describe_second_moment(moment) for moment in self.moments]
         return {**self.memit.to_dict(), **settled, "second_moment": moments}
 
 

@@ -3,14 +3,15 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from factscope.editing import finetune, kn, memit, rome
+from factscope.editing import finetune, memit, rome
+from factscope.editing import knowledge_neurons as kn
 from factscope.editing.editor import Editor
-from factscope.editing.learned.editor import Ke, Mend
+from factscope.editing.hypernet.editor import Ke, Mend
 from factscope.errors import BadSetting
 
-__all__ = ["METHODS", "editor"]
+__all__ = ["EDITORS", "editor"]
 
-METHODS: dict[str, dict[str, Any]] = {
+EDITORS: dict[str, dict[str, Any]] = {
     "rome": {"default": rome.Rome(), "paper": rome.PAPER},
     "r-rome": {"default": rome.R_ROME, "paper": rome.R_ROME},
     **{
@@ -27,9 +28,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def editor(method: str, preset: str = "default", **settings: Any) -> Editor:
     """The editor of a name and preset, some settings changed; None leaves one as it is."""
-    if method not in METHODS:
-        raise BadSetting(f"no method {method!r}; choose one of {', '.join(METHODS)}")
-    presets = METHODS[method]
+    if method not in EDITORS:
+        raise BadSetting(f"no method {method!r}; choose one of {', '.join(EDITORS)}")
+    presets = EDITORS[method]
     if preset not in presets:
         raise BadSetting(f"{method} has no preset {preset!r}; choose one of {', '.join(presets)}")
     made = presets[preset]

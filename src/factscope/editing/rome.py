@@ -18,26 +18,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.defaults import rome_defaults
+from factscope.editing.checks import with_checks
+from factscope.editing.closed_form import (
+    SecondMomentSetting,
+    describe_second_moment,
+    division_factors,
+    insert,
+    insert_each,
+    resolve_second_moment,
+)
+from factscope.editing.contexts import EditToken, PrefixLengths, prefixes_for
+from factscope.editing.defaults import Layer, layer_for, rome_defaults
 from factscope.editing.edit import Change, Edit
-from factscope.editing.editor import Done, Editor, all_of, each_or_error
-from factscope.editing.guard import with_health
-from factscope.editing.insertion import division_factors, insert, insert_each
-from factscope.editing.layers import Layer, layer_for
-from factscope.editing.moments import Moment, settle_moment, told
-from factscope.editing.prefixes import Lengths, prefixes_for
-from factscope.editing.problem import ValueSearch
-from factscope.editing.requests import Token
-from factscope.editing.rows import edited
-from factscope.editing.values import Sought, search_each
+from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.per_row import edited
+from factscope.editing.value_search import ValueResult, ValueSearch, search_values
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
-from factscope.stats.moment import SecondMoment
+from factscope.stats.second_moment import SecondMoment
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["PAPER", "R_ROME", "Ready", "Rome"]
+__all__ = ["PAPER", "R_ROME", "BoundRome", "Rome"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,11 @@ class Rome(Editor):
     layer: Layer = None
     """The layer whose MLP output weight receives the fact: a number, "auto" for the one that a
     causal trace of the fact points to, None for the model's default."""
-    token: Token = "subject-last"
+    token: EditToken = "subject-last"
     """The token at which the fact is written."""
     prefixes: tuple[str, ...] | None = None
     """Texts to put before the prompt; None lets the model write them."""
-    prefix_lengths: Lengths = ((5, 10), (10, 10))
+    prefix_lengths: PrefixLengths = ((5, 10), (10, 10))
     """(tokens, how many) of the prefixes that the model writes; () for none."""
     prefix_bos_counts: bool = False
     """Whether BOS is one of those tokens, as in the paper's code."""
@@ -63,7 +66,7 @@ class Rome(Editor):
     update that disables the model."""
     value: Literal["mean", "bare"] = "mean"
     """The value that δ is added to: the mean over contexts, or the bare prompt's."""
-    second_moment: Moment = "find"
+    second_moment: SecondMomentSetting = "find"
     """C: given, found for the model and layer, or left out, which is not the paper's method."""
     ridge: float = 1e-3
     """What is added to C's diagonal, in units of its mean."""
@@ -75,18 +78,20 @@ class Rome(Editor):
     """How many facts are searched in one batch; None for what memory allows."""
     method: str = "rome"
 
-    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None) -> Edit:
+    def __call__(
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+    ) -> Edit:
         """One edit that writes all the facts."""
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm, facts)
         if len(facts) > 1 and self.many == "in turn":
             return ready.in_turn(facts, done)
-        edit, factor = ready.edit(all_of(ready.sought(facts, done)))
-        return with_health(lm, [edit], [factor])[0]
+        edit, factor = ready.edit(raise_first_error(ready.sought(facts, done)))
+        return with_checks(lm, [edit], [factor])[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Done = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         if self.layer == "auto":
@@ -98,7 +103,7 @@ class Rome(Editor):
                 )
             ]
         ready = self.ready(lm, facts)
-        return each_or_error(ready.sought(facts, done), ready.edits)
+        return map_valid(ready.sought(facts, done), ready.edits)
 
     def settled(self, lm: "LM") -> "Rome":
         """The same with prefixes and, where the layer is known, statistics written out."""
@@ -108,10 +113,10 @@ class Rome(Editor):
         if self.layer == "auto":
             return replace(self, prefixes=prefixes)
         layer = layer_for(lm, self.layer, ())
-        moment = settle_moment(lm, layer, self.second_moment) or "identity"
+        moment = resolve_second_moment(lm, layer, self.second_moment) or "identity"
         return replace(self, prefixes=prefixes, layer=layer, second_moment=moment)
 
-    def ready(self, lm: "LM", facts: Sequence[Fact]) -> "Ready":
+    def ready(self, lm: "LM", facts: Sequence[Fact]) -> "BoundRome":
         """The method on a model, with every default settled."""
         layer = layer_for(lm, self.layer, facts)
         known = rome_defaults(lm)
@@ -119,23 +124,23 @@ class Rome(Editor):
         prefixes = prefixes_for(
             lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=bos_counts
         )
-        return Ready(
+        return BoundRome(
             rome=self,
             lm=lm,
             layer=layer,
             prefixes=prefixes,
             search=self.search.settled(clamp=known.clamp),
-            second_moment=settle_moment(lm, layer, self.second_moment),
+            second_moment=resolve_second_moment(lm, layer, self.second_moment),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values; those that depend on the model are not settled."""
-        return {**vars(self), "second_moment": told(self.second_moment),
+        return {**vars(self), "second_moment": describe_second_moment(self.second_moment),
                 "search": asdict(self.search)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ready:
+class BoundRome:
     """The method on a model."""
 
     rome: Rome
@@ -145,41 +150,41 @@ class Ready:
     search: ValueSearch
     second_moment: SecondMoment | None
 
-    def in_turn(self, facts: Sequence[Fact], done: Done) -> Edit:
+    def in_turn(self, facts: Sequence[Fact], done: Progress) -> Edit:
         """One change after the other, each computed on the model that has those before it."""
         total: Edit | None = None
         factors: list[float] = []
         for fact in facts:
             with edited(self.lm, [total]):
                 sought = self.sought([fact], lambda share: done(share / len(facts)))
-            one, factor = self.edit(all_of(sought))
+            one, factor = self.edit(raise_first_error(sought))
             total = one if total is None else total + one
             factors.append(factor)
         assert total is not None
-        return with_health(self.lm, [total], [min(factors)])[0]
+        return with_checks(self.lm, [total], [min(factors)])[0]
 
-    def sought(self, facts: Sequence[Fact], done: Done) -> list[Sought | FactscopeError]:
+    def sought(self, facts: Sequence[Fact], done: Progress) -> list[ValueResult | FactscopeError]:
         """The value of each fact: what the layer's MLP shall put out."""
         rome = self.rome
-        return search_each(
+        return search_values(
             self.lm, facts, self.prefixes, self.layer, "mlp", rome.token, self.search,
             at_once=rome.at_once, done=done,
         )  # fmt: skip
 
-    def edit(self, sought: Sequence[Sought]) -> tuple[Edit, float]:
+    def edit(self, sought: Sequence[ValueResult]) -> tuple[Edit, float]:
         """One edit for all the facts, and its smallest division factor."""
         keys, moved, directions = self._system(sought)
         change = insert(keys, moved, directions)
         return self._edit(sought, change), min(division_factors(keys, directions))
 
-    def edits(self, sought: Sequence[Sought]) -> list[Edit]:
+    def edits(self, sought: Sequence[ValueResult]) -> list[Edit]:
         """An edit for each fact alone, its guard rails measured."""
         keys, moved, directions = self._system(sought)
         changes = insert_each(keys, moved, directions)
         edits = [self._edit([one], change) for one, change in zip(sought, changes, strict=True)]
-        return with_health(self.lm, edits, division_factors(keys, directions))
+        return with_checks(self.lm, edits, division_factors(keys, directions))
 
-    def _system(self, sought: Sequence[Sought]) -> tuple[Tensor, Tensor, Tensor]:
+    def _system(self, sought: Sequence[ValueResult]) -> tuple[Tensor, Tensor, Tensor]:
         """The keys whose values move, by how much, and in which directions."""
         rome = self.rome
         k_star = torch.stack([s.keys.mean(0) for s in sought])
@@ -188,7 +193,7 @@ class Ready:
         v_star = torch.stack([_chosen(s.values, rome.value) + s.delta for s in sought])
         return keys, v_star - now, self.directions(k_star)
 
-    def _edit(self, sought: Sequence[Sought], change: Change) -> Edit:
+    def _edit(self, sought: Sequence[ValueResult], change: Change) -> Edit:
         return Edit(
             changes={self.name: change},
             model=self.lm.name,
@@ -212,7 +217,11 @@ class Ready:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, all settled."""
         settled = {"layer": self.layer, "prefixes": self.prefixes, "search": asdict(self.search)}
-        return {**self.rome.to_dict(), **settled, "second_moment": told(self.second_moment)}
+        return {
+            **self.rome.to_dict(),
+            **settled,
+            "second_moment": describe_second_moment(self.second_moment),
+        }
 
 
 def _chosen(rows: Float[Tensor, "row width"], which: str) -> Float[Tensor, " width"]:

@@ -9,25 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from factscope.editing.edit import Edit
-from factscope.editing.health import Health, Limits
-from factscope.editing.rows import edited
-from factscope.evaluation.score import Answer, Ask, answers
+from factscope.editing.edit import CheckLimits, Edit, EditChecks
+from factscope.editing.per_row import edited
+from factscope.evaluation.score import Query, QueryScore, score_queries
 from factscope.facts import Case, Fact
-from factscope.lm.predict import greedy
+from factscope.lm.generate import generate_greedy
 from factscope.lm.tokens import encode
-from factscope.records import EditRecord, Generation, Place, PromptScores, Scores
+from factscope.records import ChangedWeight, EditRecord, Generation, PromptScores, TargetScores
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = [
-    "already_said",
+    "already_predicted",
     "before_after",
     "before_after_each",
+    "changed_weights",
+    "checks_of",
     "continued",
-    "guard_rails",
-    "places_of",
     "room",
 ]
 
@@ -64,12 +63,12 @@ def before_after_each(
     ]
 
 
-def already_said(lm: "LM", facts: Sequence[Fact]) -> list[bool]:
+def already_predicted(lm: "LM", facts: Sequence[Fact]) -> list[bool]:
     """Of each fact, whether the model gives its new object as it is, by greedy text."""
     wanted = [(fact.target or "").strip() for fact in facts]
     longest = max(len(encode(lm, target, special=False)) for target in wanted)
     texts = [fact.text for fact in facts]
-    said = greedy(lm, texts, room(lm, texts, longest + 2))
+    said = generate_greedy(lm, texts, room(lm, texts, longest + 2))
     return [_begins(words.strip(), target) for words, target in zip(said, wanted, strict=True)]
 
 
@@ -78,9 +77,9 @@ def continued(lm: "LM", edit: Edit, texts: Sequence[str], tokens: int) -> list[G
     if not tokens or not texts:
         return []
     tokens = room(lm, texts, tokens)
-    before = greedy(lm, texts, tokens)
+    before = generate_greedy(lm, texts, tokens)
     with edited(lm, [edit]):
-        after = greedy(lm, texts, tokens)
+        after = generate_greedy(lm, texts, tokens)
     return [
         Generation(text=text, before=first, after=second)
         for text, first, second in zip(texts, before, after, strict=True)
@@ -94,20 +93,20 @@ def room(lm: "LM", texts: Sequence[str], tokens: int) -> int:
     return max(0, min(tokens, lm.context - max(len(encode(lm, text)) for text in texts)))
 
 
-def places_of(edit: Edit) -> tuple[Place, ...]:
+def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
     """The weights that an edit changes, and by how much."""
     return tuple(
-        Place(name=name, shape=change.shape, rank=change.rank, norm=change.norm())
+        ChangedWeight(name=name, shape=change.shape, rank=change.rank, norm=change.norm())
         for name, change in ((name, edit.changes[name]) for name in edit.places)
     )
 
 
-def guard_rails(health: Health | None) -> dict[str, Any]:
+def checks_of(health: EditChecks | None) -> dict[str, Any]:
     """What the guard rails saw, with their limits and complaints, as plain values."""
     if health is None:
         return {}
     figures = health.to_dict() | {"perplexity_growth": health.perplexity_growth}
-    return _finite(figures) | {"limits": asdict(Limits()), "complaints": health.complaints()}
+    return _finite(figures) | {"limits": asdict(CheckLimits()), "complaints": health.complaints()}
 
 
 # ---- the prompts of a case
@@ -138,7 +137,9 @@ def _with_old_objects(lm: "LM", questions: Sequence[Question]) -> list[Question]
     A paraphrase has its fact's; a neighbour, which is about another subject, its own.
     """
     unknown = [text for kind, text, _, old in questions if old is None and kind != "paraphrase"]
-    said = dict(zip(unknown, greedy(lm, unknown, room(lm, unknown, ANSWER_TOKENS)), strict=True))
+    said = dict(
+        zip(unknown, generate_greedy(lm, unknown, room(lm, unknown, ANSWER_TOKENS)), strict=True)
+    )
     full: list[Question] = []
     old_of_fact: str | None = None
     for kind, text, new, given in questions:
@@ -167,12 +168,12 @@ def _begins(text: str, words: str) -> bool:
 def _scores(lm: "LM", edit: Edit, questions: Sequence[Question]) -> list[PromptScores]:
     """Each prompt with its new and its old object, as the model is and with the edit."""
     asks = [
-        Ask(text, target, which)
+        Query(text, target, which)
         for _, text, new, old in questions
         for which in (None, 0)
         for target in (new, new if old is None else old)
     ]
-    found = iter(answers(lm, asks, [edit]))
+    found = iter(score_queries(lm, asks, [edit]))
     return [
         PromptScores(
             kind=kind,
@@ -186,8 +187,8 @@ def _scores(lm: "LM", edit: Edit, questions: Sequence[Question]) -> list[PromptS
     ]
 
 
-def _both(new: Answer, old: Answer, old_object: str | None) -> Scores:
-    return Scores(
+def _both(new: QueryScore, old: QueryScore, old_object: str | None) -> TargetScores:
+    return TargetScores(
         new=math.exp(-new.nll),
         old=None if old_object is None else math.exp(-old.nll),
         top=new.top,
@@ -203,10 +204,10 @@ def _record(
         true=prompts[0].old,
         model=edit.model,
         method=edit.method,
-        places=places_of(edit),
+        places=changed_weights(edit),
         prompts=prompts,
         generations=generations,
-        health=guard_rails(edit.health),
+        health=checks_of(edit.health),
         settings=edit.settings,
     )
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.errors import FactscopeError, OutOfMemory
-from factscope.evaluation.before_after import guard_rails
-from factscope.evaluation.cases import Asking, Likeness, score_cases
+from factscope.evaluation.before_after import checks_of
+from factscope.evaluation.cases import ReferenceSimilarity, ScoringOptions, score_cases
 from factscope.facts import Case
 from factscope.records import CaseRecord, CaseScores
 
@@ -34,8 +34,8 @@ class Evaluation:
     data: str
     method: str
     """What the table's row is called."""
-    asking: Asking
-    likeness: Likeness | None = None
+    asking: ScoringOptions
+    likeness: ReferenceSimilarity | None = None
 
     def unedited(self, cases: Sequence[Case]) -> list[CaseScores | FactscopeError]:
         """Each case's scores by the model as it is, or why it cannot be asked."""
@@ -113,7 +113,7 @@ class Evaluation:
             protocol=protocol,
             step=step,
             before=before if isinstance(before, CaseScores) else None,
-            health=guard_rails(edit.health) if isinstance(edit, Edit) else {},
+            health=checks_of(edit.health) if isinstance(edit, Edit) else {},
             **after,
         )
 

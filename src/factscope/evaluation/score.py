@@ -11,21 +11,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from factscope.editing.edit import Edit
-from factscope.editing.rows import edited
-from factscope.lm.quick import MANY, quick_blocks
-from factscope.lm.tokens import continuation, encode
+from factscope.editing.per_row import edited
+from factscope.lm.accel.linear import MANY, quick_blocks
+from factscope.lm.tokens import continuation_ids, encode
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Answer", "Ask", "answers"]
+__all__ = ["Query", "QueryScore", "score_queries"]
 
 TOKENS = 4096
 """About how many tokens go through the model at once."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class Query:
     """A prompt, words that may follow it, and the edit under which to ask."""
 
     text: str
@@ -35,7 +35,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryScore:
     """What the model thinks of the words."""
 
     nll: float
@@ -50,9 +50,9 @@ class Answer:
 
 
 @torch.no_grad()
-def answers(
-    lm: "LM", asks: Sequence[Ask], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
-) -> list[Answer]:
+def score_queries(
+    lm: "LM", asks: Sequence[Query], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
+) -> list[QueryScore]:
     """Every question's answer, in the order asked; rows of like length go together.
 
     Words of one token are looked up behind the prompt alone, so that all such words after the same
@@ -62,11 +62,11 @@ def answers(
     questions: dict[_Row, list[tuple[int, tuple[int, ...]]]] = {}
     for i, ask in enumerate(asks):
         prompt = prompts[ask.text]
-        target = continuation(lm, prompt, ask.text, ask.target.strip())
+        target = continuation_ids(lm, prompt, ask.text, ask.target.strip())
         row = _Row((*prompt.ids, *target[:-1]), ask.edit)
         questions.setdefault(row, []).append((i, target))
     order = sorted(questions, key=lambda row: len(row.ids))
-    found: dict[int, Answer] = {}
+    found: dict[int, QueryScore] = {}
     while order:
         some = order[-max(1, tokens // len(order[-1].ids)) :]
         order = order[: -len(some)]
@@ -87,7 +87,7 @@ def _batch(
     rows: Sequence[_Row],
     questions: Sequence[Sequence[tuple[int, tuple[int, ...]]]],
     edits: Sequence[Edit],
-) -> dict[int, Answer]:
+) -> dict[int, QueryScore]:
     """One forward pass; the head only where a target's token is due."""
     states = _states(lm, rows, edits)
     asked = [(n, i, target) for n, mine in enumerate(questions) for i, target in mine]
@@ -106,11 +106,11 @@ def _batch(
     labels = [token for _, _, target in asked for token in target]
     at = torch.tensor([reads, labels], device=logs.device)
     said = zip(reads, (-logs[at[0], at[1]]).tolist(), labels, strict=True)
-    result: dict[int, Answer] = {}
+    result: dict[int, QueryScore] = {}
     for _, i, target in asked:
         mine = list(islice(said, len(target)))
         first, losses = mine[0][0], [loss for _, loss, _ in mine]
-        result[i] = Answer(
+        result[i] = QueryScore(
             nll=sum(losses) / len(losses),
             first=math.exp(-losses[0]),
             right=tuple(tops[read] == token for read, _, token in mine),

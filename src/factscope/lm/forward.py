@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from factscope.lm.hooks import on_call, on_output
+from factscope.lm.hooks import hook_calls, hook_outputs
 
 if TYPE_CHECKING:
     from factscope.lm.load import LM
 
-__all__ = ["Run", "forward", "keys_of"]
+__all__ = ["ActivationCache", "forward", "mlp_keys"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ActivationCache:
     """What a forward pass over some rows of tokens left behind."""
 
     inputs: Float[Tensor, "row token width"]
@@ -33,12 +33,12 @@ class Run:
     calls: list[dict[str, Any]]
     """The arguments that each block received, by name."""
 
-    def halved(self) -> "Run":
+    def halved(self) -> "ActivationCache":
         """The same with keys and values in half precision."""
         keys, values = ([x.half() for x in some] for some in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def only(self, rows: Int[Tensor, " some"]) -> "Run":
+    def only(self, rows: Int[Tensor, " some"]) -> "ActivationCache":
         """What a replay of some of the rows needs: their keys and values, and the calls."""
         everyone = len(self.inputs)
 
@@ -66,7 +66,7 @@ def forward(
     *,
     keep: Sequence[str] = (),
     embed: Callable[[Tensor], Tensor | None] | None = None,
-) -> Run:
+) -> ActivationCache:
     """Run the model over the rows and keep what tracing and editing need.
 
     Rows are as long as the longest prompt, shorter ones padded on the right with anything:
@@ -94,10 +94,10 @@ def forward(
     # A plain cache keeps every key; one made from the config would drop those that left a
     # sliding window, and the replay selects by mask instead.
     cache = DynamicCache()
-    with on_output(*outputs), on_call(*listen):
+    with hook_outputs(*outputs), hook_calls(*listen):
         lm.model.base_model(ids, past_key_values=cache, use_cache=True)
     layers: Any = cache.layers
-    return Run(
+    return ActivationCache(
         inputs=calls[0]["hidden_states"],
         states=states,
         contributions=contributions,
@@ -126,9 +126,9 @@ def _signature(kind: type[torch.nn.Module]) -> inspect.Signature:
 
 
 @torch.no_grad()
-def keys_of(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
+def mlp_keys(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
     """k: the input of a layer's MLP output weight."""
     kept: list[Tensor] = []
-    with on_call((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):
+    with hook_calls((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):
         lm.model.base_model(ids, use_cache=False)
     return kept[0].reshape(*ids.shape, -1)

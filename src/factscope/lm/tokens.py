@@ -14,7 +14,14 @@ from factscope.facts import Fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Prompt", "continuation", "encode", "encode_fact", "first_token", "spoken"]
+__all__ = [
+    "Prompt",
+    "continuation_ids",
+    "decode_continuation",
+    "encode",
+    "encode_fact",
+    "first_token",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +80,10 @@ def encode_fact(lm: "LM", fact: Fact) -> tuple[Prompt, tuple[int, int]]:
 
 def first_token(lm: "LM", prompt: Prompt, text: str, target: str) -> int:
     """The token with which the target begins when it continues the text."""
-    return continuation(lm, prompt, text, target)[0]
+    return continuation_ids(lm, prompt, text, target)[0]
 
 
-def continuation(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
+def continuation_ids(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
     """The target's tokens when it continues the text, with a space between where none is.
 
     Where the last word of the text and the first of the target would share a token, the target
@@ -89,7 +96,7 @@ def continuation(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int,
     return encode(lm, gap + target, special=False).ids
 
 
-def spoken(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
+def decode_continuation(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
     """What new ids add to a prompt: alone, some tokenizers drop their first space."""
     before = lm.tokenizer.decode(list(prompt))
     return lm.tokenizer.decode([*prompt, *ids])[len(before) :]

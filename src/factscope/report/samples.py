@@ -15,8 +15,8 @@ from factscope.analysis.metrics import UNEDITED
 from factscope.errors import BadSetting
 from factscope.facts import Fact
 from factscope.records import CaseRecord
-from factscope.report.evaluation_words import WHEN, editor_name
-from factscope.report.page import clean, escaped
+from factscope.report.html import clean, escaped
+from factscope.report.labels import WHEN, editor_name
 
 __all__ = ["Samples", "samples_html", "samples_of", "samples_text"]
 

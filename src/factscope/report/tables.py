@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from factscope.analysis.effects import AverageEffects
+from factscope.analysis.effects import AverageEffects, SeveredComparison
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.severed import SeveredComparison
-from factscope.report.look import LOOKS
+from factscope.report.style import KIND_STYLES
 
 __all__ = [
     "FORMATS",
@@ -94,7 +93,7 @@ def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
         ("average total effect", first.total, first.total.n),
     ]
     for kind, average in effects.items():
-        name = LOOKS[kind].name
+        name = KIND_STYLES[kind].name
         at, anywhere = average.best_at_subject, average.best_anywhere
         rows.append((f"best {name} score at the last subject token", at, at.n))
         rows.append((f"best {name} score anywhere", anywhere, anywhere.n))
@@ -104,7 +103,7 @@ def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
 def effects_table(effects: Mapping[str, AverageEffects]) -> Table:
     """Where each role's average indirect effect peaks."""
     rows = [
-        (LOOKS[kind].name, role, *peak_cells(average, role))
+        (KIND_STYLES[kind].name, role, *peak_cells(average, role))
         for kind, average in effects.items()
         for role in average.roles
         if average.measured(role)
@@ -121,7 +120,13 @@ def peak_cells(effects: AverageEffects, role: str) -> tuple[int, Estimate, int]:
 def cells_table(effects: Mapping[str, AverageEffects]) -> Table:
     """Every average effect: the numbers behind the figures."""
     rows = [
-        (LOOKS[kind].name, role, layer, average.row(role)[layer], int(average.row(role).n[layer]))
+        (
+            KIND_STYLES[kind].name,
+            role,
+            layer,
+            average.row(role)[layer],
+            int(average.row(role).n[layer]),
+        )
         for kind, average in effects.items()
         for role in average.roles
         if average.measured(role)
@@ -132,7 +137,7 @@ def cells_table(effects: Mapping[str, AverageEffects]) -> Table:
 
 def severed_table(comparison: SeveredComparison) -> Table:
     """AIE at the last subject token, layer by layer, in each graph."""
-    names = tuple(f"{LOOKS[module].what} severed" for module in comparison.severed)
+    names = tuple(f"{KIND_STYLES[module].what} severed" for module in comparison.severed)
     rows = [
         (layer, comparison.intact[layer], *(row[layer] for row in comparison.severed.values()))
         for layer in range(len(comparison.intact))

@@ -1,15 +1,20 @@
 """A run's folder: spec.toml says what was asked, info.json by what it was made, records.jsonl holds
 the results, one a line, appended as they come. A killed run goes on where it stopped.
+
+By what a run was made: versions, the device, the model's fingerprint.
 """
 
 import json
 import os
+import platform
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from factscope.errors import BadRecord, RunStopped, WrongRun
-from factscope.files import PARTIAL, write_whole
+from factscope.io import PARTIAL, write_atomic
+from factscope.lm.model import LM
 from factscope.records import (
     CaseRecord,
     TraceRecord,
@@ -19,7 +24,12 @@ from factscope.records import (
     read_training_records,
 )
 
-__all__ = ["WEIGHTS", "Record", "RunFolder"]
+__all__ = [
+    "WEIGHTS",
+    "Record",
+    "RunFolder",
+    "run_info",
+]
 
 WEIGHTS = "weights.safetensors"
 """What training leaves in its folder for `--weights`."""
@@ -58,8 +68,8 @@ class RunFolder:
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
             raise WrongRun(f"{path} holds other files and no run; give a new or empty folder")
         path.mkdir(parents=True, exist_ok=True)
-        write_whole(path / "info.json", json.dumps(info, indent=2) + "\n")
-        write_whole(path / "spec.toml", wanted)  # last: with it the folder is a run
+        write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
+        write_atomic(path / "spec.toml", wanted)  # last: with it the folder is a run
         return folder
 
     @classmethod
@@ -163,3 +173,22 @@ def _without_none(value: Any) -> Any:
 def _unfinished(file: Path) -> bool:
     """What a run that was killed at its very beginning leaves."""
     return file.name == "info.json" or file.name.endswith(PARTIAL)
+
+
+def run_info(lm: LM) -> dict[str, Any]:
+    """What a run's info.json says."""
+    return {
+        "factscope": _version("factscope"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "device": lm.device.type,
+        "model_fingerprint": lm.fingerprint,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

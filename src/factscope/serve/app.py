@@ -1,30 +1,39 @@
-"""The application: the page, what it needs to know, and the routes of its views."""
+"""The application: the page, what it needs to know, and the routes of its views.
+
+The server itself: the application behind uvicorn, on one's own machine unless told otherwise.
+"""
 
 import logging
-from collections.abc import AsyncIterator, Collection
+import socket
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from importlib import metadata, resources
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from factscope.data.everyday import everyday
+from factscope.data.readers import everyday
 from factscope.editing.defaults import rome_defaults
 from factscope.errors import BadSetting, Busy, FactscopeError, NotHere
-from factscope.report.look import LOOKS
-from factscope.serve.compare import compare_routes
-from factscope.serve.edits import edit_routes
-from factscope.serve.guard import Guard
-from factscope.serve.locate import locate_routes
-from factscope.serve.served import Served
-from factscope.serve.words import shown, status_of, words_of
-from factscope.stats.find import layers_known
+from factscope.report.style import KIND_STYLES
+from factscope.serve.responses import error_message, error_status, shown
+from factscope.serve.routes_edit import edit_routes
+from factscope.serve.routes_runs import compare_routes
+from factscope.serve.routes_trace import locate_routes
+from factscope.serve.security import SecurityMiddleware
+from factscope.serve.sessions import ServerState
+from factscope.stats.second_moment import layers_with_moments
 
-__all__ = ["LOCAL", "make_app"]
+__all__ = [
+    "LOCAL",
+    "make_app",
+    "run",
+]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +43,7 @@ STATIC = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 EXAMPLES = 8
 
 
-def make_app(served: Served, names: Collection[str] = LOCAL) -> FastAPI:
+def make_app(served: ServerState, names: Collection[str] = LOCAL) -> FastAPI:
     """The whole server for one model; `names` are those it goes by, besides addresses."""
 
     @asynccontextmanager
@@ -59,11 +68,11 @@ def make_app(served: Served, names: Collection[str] = LOCAL) -> FastAPI:
         compare_routes(served.runs, served.reading),
     ):
         app.include_router(routes)
-    app.add_middleware(Guard, names=names, body=served.limits.body)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(SecurityMiddleware, names=names, body=served.limits.body)  # pyright: ignore[reportArgumentType]
     return app
 
 
-def about(served: Served) -> dict[str, Any]:
+def about(served: ServerState) -> dict[str, Any]:
     """What the page needs to know before anything is asked."""
     lm, default = served.lm, rome_defaults(served.lm)
     return {
@@ -71,11 +80,11 @@ def about(served: Served) -> dict[str, Any]:
         "layers": lm.n_layers,
         "layer": default.layer,
         "why": default.why,
-        "layers_known": layers_known(lm),
+        "layers_known": layers_with_moments(lm),
         "limits": asdict(served.limits),
         "looks": {
             kind: {"name": look.name, "what": look.what, "shades": look.shades, "line": look.line}
-            for kind, look in LOOKS.items()
+            for kind, look in KIND_STYLES.items()
         },
         "examples": examples(),
         "runs": served.runs is not None,
@@ -90,7 +99,7 @@ def examples() -> list[dict[str, str]]:
     return [{"prompt": fact.text, "subject": fact.subject} for fact in chosen[:EXAMPLES]]
 
 
-def _show_the_page(app: FastAPI, served: Served) -> None:
+def _show_the_page(app: FastAPI, served: ServerState) -> None:
     files = static_files()
     known = about(served)
 
@@ -132,12 +141,12 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(FactscopeError)
     async def ours(request: Request, error: FactscopeError) -> JSONResponse:
         headers = {"retry-after": "30"} if isinstance(error, Busy) else None
-        return JSONResponse({"error": words_of(error)}, status_of(error), headers)
+        return JSONResponse({"error": error_message(error)}, error_status(error), headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         said = BadSetting(validation_words(error))
-        return JSONResponse({"error": words_of(said)}, status_of(said))
+        return JSONResponse({"error": error_message(said)}, error_status(said))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -149,7 +158,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("a request failed", exc_info=error)
-        return JSONResponse({"error": words_of(error)}, 500)
+        return JSONResponse({"error": error_message(error)}, 500)
 
 
 def validation_words(error: RequestValidationError) -> str:
@@ -159,3 +168,45 @@ def validation_words(error: RequestValidationError) -> str:
         for one in error.errors()[:3]
     ]
     return shown("; ".join(found))
+
+
+CONNECTIONS = 256
+"""Open at once; uvicorn refuses more by itself."""
+
+
+def run(
+    served: ServerState,
+    *,
+    host: str,
+    port: int,
+    names: Collection[str] = LOCAL,
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve until interrupted; `ready` hears the address."""
+    config = uvicorn.Config(
+        make_app(served, names),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=3,
+        h11_max_incomplete_event_size=16_384,
+    )
+    with door(host, port) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{listening.getsockname()[1]}/")
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def door(host: str, port: int) -> socket.socket:
+    """A socket that listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = error.strerror or error
+        raise BadSetting(
+            f"{host}:{port} cannot be listened on ({why}); choose another --host or --port"
+        ) from error

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from factscope.errors import BadSetting, NoNetwork
+from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.tokens import encode
-from factscope.lm.writing import draws_of, write_on
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "WINDOW",
     "DataSet",
+    "GeneratedText",
     "Window",
-    "WrittenText",
     "documents",
     "groups",
     "window_of",
@@ -204,7 +204,7 @@ class DataSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenText:
+class GeneratedText:
     """Windows that the model writes itself, for want of a text: drawn among the likeliest tokens.
 
     Such text is narrower than what people write, and so is its C. Each window is drawn with a
@@ -230,8 +230,8 @@ class WrittenText:
         return islice(self.pick(numbers[whole:]), skipped - whole, None)
 
     def _write(self, numbers: Sequence[int]) -> list[list[int]]:
-        draws = draws_of([str(number) for number in numbers], self.window, self.seed)
-        return write_on(self.lm, [[self._start()] for _ in numbers], draws, k=self.likeliest)
+        draws = uniform_draws([str(number) for number in numbers], self.window, self.seed)
+        return sample_texts(self.lm, [[self._start()] for _ in numbers], draws, k=self.likeliest)
 
     def _start(self) -> int:
         tokenizer = self.lm.tokenizer

@@ -8,6 +8,12 @@ layer's own restorations join. The weights of a layer are read once for all cell
 
 The stretches t … T-1 are packed into strands (see `tracing.strands`); what is pending is a block of
 states: cell's layer × strand × slot × width.
+
+Stretches of prompts packed into rows, so that blocks run on full batches.
+
+A restoration at token t sends the tokens t … T-1 through the layers: a *stretch*. The stretches of
+one corrupted row share *strands*, rows of about `SLOTS` slots, each blind to the others: hardly a
+slot is empty, and attention works on full tiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +24,130 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from factscope.lm.forward import Run
-from factscope.lm.hooks import on_output
+from factscope.lm.accel.linear import quick
+from factscope.lm.forward import ActivationCache
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.lm.quick import quick
-from factscope.lm.replay import Replay, View
-from factscope.tracing.strands import Strands, Stretch, lay_out, pack
+from factscope.lm.replay import PackedView, Replay
 
-__all__ = ["Job", "Restoration", "probability", "restore", "walk"]
+__all__ = [
+    "BatchSizes",
+    "PackedSegments",
+    "Restoration",
+    "Segment",
+    "lay_out_segments",
+    "pack_segments",
+    "propagate",
+    "restore",
+    "token_probability",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The tokens of one prompt from a restored one to the last, in one row of the run."""
+
+    clean: int
+    """The row of the clean run."""
+    row: int
+    """The row of the corrupted run."""
+    start: int
+    """The restored token."""
+    stop: int
+    answer: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedSegments:
+    """Stretches packed into rows: the view for the blocks, and where each stretch lies."""
+
+    view: PackedView
+    stretches: list[Segment]
+    """In the order of the tensors below."""
+    strand: Int[Tensor, " stretch"]
+    first: Int[Tensor, " stretch"]
+    """The slot of the restored token."""
+    last: Int[Tensor, " stretch"]
+    """The slot of the prompt's last token."""
+    token: Int[Tensor, " stretch"]
+    clean: Int[Tensor, " stretch"]
+    row: Int[Tensor, " stretch"]
+    answer: Int[Tensor, " stretch"]
+
+
+SLOTS = 48
+"""About how many slots a strand has: with its past it should fill one tile of 64 keys."""
+
+
+def pack_segments(stretches: Sequence[Segment], alone: bool) -> list[list[Segment]]:
+    """Put the stretches of each row into strands, longest first, each where it fits first.
+
+    With `alone`, no two share a strand.
+    """
+    rows: dict[int, list[Segment]] = {}
+    for stretch in sorted(stretches, key=len, reverse=True):
+        rows.setdefault(stretch.row, []).append(stretch)
+    if alone:
+        return [[stretch] for row in rows.values() for stretch in row]
+    width = max(map(_width, rows.values()))
+    return [strand for row in rows.values() for strand in _fill(row, width)]
+
+
+def _width(row: list[Segment]) -> int:
+    """Slots for strands that share a row's stretches evenly."""
+    total = sum(map(len, row))
+    return max(len(row[0]), -(-total // -(-total // SLOTS)))
+
+
+def _fill(row: list[Segment], width: int) -> list[list[Segment]]:
+    strands: list[list[Segment]] = []
+    for stretch in row:
+        room = (held for held in strands if sum(map(len, held)) + len(stretch) <= width)
+        held = next(room, None)
+        if held is None:
+            strands.append([stretch])
+        else:
+            held.append(stretch)
+    return strands
+
+
+def lay_out_segments(strands: list[list[Segment]], device: torch.device) -> PackedSegments:
+    """The tensors that tell the blocks and the hooks where every stretch lies."""
+    width = max(sum(map(len, held)) for held in strands)
+    position = torch.zeros(len(strands), width, dtype=torch.long)
+    start = torch.full((len(strands), width), -1)
+    places: list[tuple[Segment, int, int]] = []
+    for i, held in enumerate(strands):
+        slot = 0
+        for stretch in held:
+            stop = slot + len(stretch)
+            position[i, slot:stop] = torch.arange(stretch.start, stretch.stop)
+            start[i, slot:stop] = stretch.start
+            places.append((stretch, i, slot))
+            slot = stop
+
+    def tensor(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    return PackedSegments(
+        view=PackedView(
+            row=tensor([held[0].row for held in strands]),
+            position=position.to(device),
+            start=start.to(device),
+            past=int(start.max()),
+        ),
+        stretches=[s for s, _, _ in places],
+        strand=tensor([i for _, i, _ in places]),
+        first=tensor([slot for _, _, slot in places]),
+        last=tensor([slot + len(s) - 1 for s, _, slot in places]),
+        token=tensor([s.start for s, _, _ in places]),
+        clean=tensor([s.clean for s, _, _ in places]),
+        row=tensor([s.row for s, _, _ in places]),
+        answer=tensor([s.answer for s, _, _ in places]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +174,7 @@ Done = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BatchSizes:
     """How much is done at once: chosen from the memory bound, see `tracing.memory`."""
 
     pending: int
@@ -66,7 +188,7 @@ class Job:
         """How many strands of a width to carry along."""
         return max(1, min(self.pending, self.call) // width)
 
-    def copies(self, view: View) -> int:
+    def copies(self, view: PackedView) -> int:
         """How many layers' cells of all strands to put through a block in one call."""
         return max(1, self.call // view.position.numel())
 
@@ -74,20 +196,20 @@ class Job:
 @torch.no_grad()
 def restore(
     lm: LM,
-    run: Run,
-    stretches: Sequence[Stretch],
+    run: ActivationCache,
+    stretches: Sequence[Segment],
     restoration: Restoration,
-    job: Job,
+    job: BatchSizes,
     done: Done = lambda share: None,
 ) -> Float[Tensor, "stretch layer"]:
     """The answer's probability with each stretch's first token restored at each layer."""
     table = torch.empty(len(stretches), lm.n_layers)
     place = {id(stretch): i for i, stretch in enumerate(stretches)}
     for group, alone in _groups(lm, stretches):
-        packed = pack(group, alone)
+        packed = pack_segments(group, alone)
         size = job.strands(max(sum(map(len, held)) for held in packed))
         for i in range(0, len(packed), size):
-            strands = lay_out(packed[i : i + size], run.inputs.device)
+            strands = lay_out_segments(packed[i : i + size], run.inputs.device)
             rows = [place[id(s)] for s in strands.stretches]
             share = len(rows) / len(stretches)
             table[rows] = _finite_walk(
@@ -96,7 +218,7 @@ def restore(
     return table
 
 
-def _groups(lm: LM, stretches: Sequence[Stretch]) -> Iterator[tuple[list[Stretch], bool]]:
+def _groups(lm: LM, stretches: Sequence[Segment]) -> Iterator[tuple[list[Segment], bool]]:
     """Stretches that may go together: all of them, or, without packing, those of one token."""
     if lm.arch.packs:
         yield list(stretches), False
@@ -106,21 +228,26 @@ def _groups(lm: LM, stretches: Sequence[Stretch]) -> Iterator[tuple[list[Stretch
 
 
 def _finite_walk(
-    lm: LM, run: Run, strands: Strands, restoration: Restoration, job: Job, done: Done
+    lm: LM,
+    run: ActivationCache,
+    strands: PackedSegments,
+    restoration: Restoration,
+    job: BatchSizes,
+    done: Done,
 ) -> Float[Tensor, "layer stretch"]:
     """A walk with quick products, or with the model's own where those left their range."""
-    quickly = walk(lm, run, strands, restoration, job, done)
+    quickly = propagate(lm, run, strands, restoration, job, done)
     if lm.dtype != torch.float32 or quickly.isfinite().all():
         return quickly
-    return walk(lm, run, strands, restoration, job, split_products=False)
+    return propagate(lm, run, strands, restoration, job, split_products=False)
 
 
-def walk(
+def propagate(
     lm: LM,
-    run: Run,
-    strands: Strands,
+    run: ActivationCache,
+    strands: PackedSegments,
     restoration: Restoration,
-    job: Job,
+    job: BatchSizes,
     done: Done = lambda share: None,
     *,
     split_products: bool = True,
@@ -147,7 +274,7 @@ def walk(
 
 
 def _joining(
-    run: Run, strands: Strands, restoration: Restoration, layer: int
+    run: ActivationCache, strands: PackedSegments, restoration: Restoration, layer: int
 ) -> Float[Tensor, "strand slot width"]:
     """The corrupted states with which a layer's cells begin; a restored state is put in now."""
     entry = restoration.entry(layer)
@@ -167,7 +294,13 @@ def _at(x: Tensor, *where: Tensor) -> Tensor:
 
 @contextmanager
 def _intervened(
-    lm: LM, run: Run, strands: Strands, restoration: Restoration, layer: int, begin: int, n: int
+    lm: LM,
+    run: ActivationCache,
+    strands: PackedSegments,
+    restoration: Restoration,
+    layer: int,
+    begin: int,
+    n: int,
 ) -> Iterator[None]:
     """Inside, a block call on cells begin … begin+n restores and freezes what it must."""
     hooks: list[tuple[torch.nn.Module, Callable[[Tensor], None]]] = []
@@ -190,11 +323,11 @@ def _intervened(
             out.view(shape)[some, strand, first] = clean
 
         hooks.append((lm.contribution(restoration.kind, layer), put))
-    with on_output(*hooks):
+    with hook_outputs(*hooks):
         yield
 
 
-def _frozen(corrupted: Tensor, strands: Strands, every: bool) -> Callable[[Tensor], None]:
+def _frozen(corrupted: Tensor, strands: PackedSegments, every: bool) -> Callable[[Tensor], None]:
     """Write the corrupted contributions over a module's output."""
     view = strands.view
     if every:
@@ -205,15 +338,17 @@ def _frozen(corrupted: Tensor, strands: Strands, every: bool) -> Callable[[Tenso
     return lambda out: out.__setitem__((slice(None), strand, first), values)
 
 
-def _answers(lm: LM, strands: Strands, pending: Tensor, job: Job) -> Float[Tensor, "layer stretch"]:
+def _answers(
+    lm: LM, strands: PackedSegments, pending: Tensor, job: BatchSizes
+) -> Float[Tensor, "layer stretch"]:
     """The answer's probability after each cell's last state."""
     last = pending[:, strands.strand, strands.last]
     answer = strands.answer.expand(last.shape[:2]).flatten()
     pieces = zip(last.flatten(0, 1).split(job.logits), answer.split(job.logits), strict=True)
-    return torch.cat([probability(lm, x, y) for x, y in pieces]).view(last.shape[:2])
+    return torch.cat([token_probability(lm, x, y) for x, y in pieces]).view(last.shape[:2])
 
 
-def probability(
+def token_probability(
     lm: LM, states: Float[Tensor, "row width"], answer: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
     """P[answer] of each last state, in single precision."""

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.lm.forward import Run, forward
-from factscope.lm.hooks import on_output
+from factscope.lm.forward import ActivationCache, forward
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.lm.replay import Replay, View
-from factscope.tracing.engine import probability
+from factscope.lm.replay import PackedView, Replay
+from factscope.tracing.engine import token_probability
 
 __all__ = ["Rule", "attributions", "integrated_gradients", "quadrature"]
 
@@ -107,12 +107,17 @@ def _scales(alphas: Tensor, length: int, path: str) -> Float[Tensor, "point toke
 
 
 def _gradient(
-    lm: LM, run: Run, points: Float[Tensor, "point token width"], answer: int, kind: str, layer: int
+    lm: LM,
+    run: ActivationCache,
+    points: Float[Tensor, "point token width"],
+    answer: int,
+    kind: str,
+    layer: int,
 ) -> Float[Tensor, "point token width"]:
     """∂P[o]/∂h where a layer's states, or its contributions, are the given points."""
     rows, length, _ = points.shape
     position = torch.arange(length, device=points.device)[None]
-    view = View(row=position[0, :1] * 0, position=position, start=position * 0, past=0)
+    view = PackedView(row=position[0, :1] * 0, position=position, start=position * 0, past=0)
     replay = Replay(lm, run, view)
     with torch.enable_grad():
         points = points.detach().requires_grad_()
@@ -120,9 +125,9 @@ def _gradient(
         if kind != "states":
             before = run.inputs if layer == 0 else run.states[layer - 1]
             module = lm.contribution(kind, layer)
-            with on_output((module, lambda out: points.clone().view(out.shape))):
+            with hook_outputs((module, lambda out: points.clone().view(out.shape))):
                 hidden = replay(layer, before.expand(rows, -1, -1))
         for i in range(above, lm.n_layers):
             hidden = replay(i, hidden)
-        p = probability(lm, hidden[:, -1], torch.full((rows,), answer, device=hidden.device))
+        p = token_probability(lm, hidden[:, -1], torch.full((rows,), answer, device=hidden.device))
         return torch.autograd.grad(p.sum(), points)[0]

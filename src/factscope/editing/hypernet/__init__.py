@@ -1,0 +1,1 @@
+"""KE and MEND: hypernetworks that turn gradients into edits."""

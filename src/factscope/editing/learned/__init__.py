@@ -1,1 +1,0 @@
-"""Editors that are trained: networks that turn the gradient of a fact into an edit."""

@@ -1,0 +1,1 @@
+"""Tools around the core: building CounterFact, studies with human raters."""

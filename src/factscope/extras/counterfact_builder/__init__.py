@@ -1,0 +1,1 @@
+"""Build a CounterFact-style data set from ParaRel, Wikipedia and Wikidata."""

@@ -1,0 +1,1 @@
+"""A blind comparison of generated texts by human raters."""

@@ -1,1 +1,0 @@
-"""Training the editors that must be trained."""

@@ -1,0 +1,329 @@
+"""Single-precision numbers cut into halves, as one GPU kernel (see `lm.products`).
+
+Needs triton; `lm.products` says the same with several operations of torch where there is none.
+
+Attention of a few queries to a few keys, as one GPU kernel forwards and one backwards.
+
+The keys and values come in two parts: the *past*, which is given and wants no gradient, and the
+*new* ones. They are never put end to end in memory. One program handles one row and head: its
+queries and new keys as one tile, the past in blocks.
+
+Needs triton, which comes with torch where torch runs on NVIDIA GPUs. The tests run these kernels on
+a CPU, by triton's interpreter.
+
+Attention of one token in every row to all before it, as one GPU kernel.
+
+Keys and values have room for a whole text; how far they are filled stands in a tensor, so that a
+recording can play every step. Only what is filled is read.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float16, Int
+from torch import Tensor
+
+__all__ = [
+    "attend",
+    "attend_last",
+    "halves_into",
+    "kernel",
+]
+
+# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+
+BLOCK = 1024
+"""How many numbers of a row one program cuts."""
+
+
+def kernel(function: Any) -> Any:
+    """A function for the GPU: itself, also where a checker of types has wrapped it."""
+    return triton.jit(inspect.unwrap(function))
+
+
+def halves_into(
+    x: Float[Tensor, "row column"], out: Float16[Tensor, "row wider"], *, low: bool
+) -> None:
+    """Write the half nearest to each number, and behind them ones; or, `low`, into the left half of
+    each row those and into the right one what is left of each number, with zeros behind."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    wide = out.shape[1] // 2 if low else out.shape[1]
+    grid = (len(x), triton.cdiv(wide, BLOCK))
+    _halves[grid](x, out, x.stride(0), x.shape[1], wide, LOW=low, BLOCK=BLOCK)
+
+
+@kernel
+def _halves(x, out, stride, columns, wide, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(x + row * stride + c, mask=c < columns, other=0.0 if LOW else 1.0)
+    high = number.to(tl.float16)
+    if LOW:
+        tl.store(out + row * 2 * wide + c, high, mask=c < wide)
+        rest = (number - high.to(tl.float32)).to(tl.float16)
+        tl.store(out + row * 2 * wide + wide + c, rest, mask=c < wide)
+    else:  # beyond the last number there are ones
+        tl.store(out + row * wide + c, high, mask=c < wide)
+
+
+# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+
+SUFFIX_BLOCK = 32
+"""How much of the past is looked at in one go."""
+PRODUCTS: tl.constexpr = tl.constexpr("tf32x3")
+"""How single precision is multiplied: as three products on tensor cores, nearly exact."""
+KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def attend(
+    query: Float[Tensor, "row head slot dim"],
+    key: Float[Tensor, "row key_head slot dim"],
+    value: Float[Tensor, "row key_head slot dim"],
+    past_key: Float[Tensor, "row key_head past dim"],
+    past_value: Float[Tensor, "row key_head past dim"],
+    bias: Float[Tensor, "row bias_head slot token"],
+    scale: float,
+) -> Float[Tensor, "row slot head dim"]:
+    """softmax(q kᵀ · scale + bias) v over the past and the new keys, in the bias's precision.
+
+    `bias` has a column for each token of the past, then for each slot, and one head or all.
+    """
+    return _Attention.apply(query, key, value, past_key, past_value, bias, scale)  # pyright: ignore
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, past_key: Tensor, past_value: Tensor,
+        bias: Tensor, scale: float,
+    ) -> Tensor:  # fmt: skip
+        tensors = [_row_major(x) for x in (query, key, value, past_key, past_value, bias)]
+        query = tensors[0]
+        rows, heads, slots, dim = query.shape
+        out = torch.empty(rows, slots, heads, dim, dtype=query.dtype, device=query.device)
+        sums = torch.empty(rows, heads, slots, dtype=torch.float32, device=query.device)
+        _forward[(rows * heads,)](*_arguments(*tensors), out, sums, scale, **_sizes(*tensors))
+        ctx.save_for_backward(*tensors, out, sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        *tensors, out, sums = ctx.saved_tensors
+        query, key, value = tensors[:3]
+        rows, heads, slots, dim = query.shape
+        slopes = torch.empty(3, rows, slots, heads, dim, dtype=query.dtype, device=query.device)
+        _backward[(rows * heads,)](
+            *_arguments(*tensors), out, sums, _row_major(slope), slopes[0], slopes[1], slopes[2],
+            ctx.scale, **_sizes(*tensors),
+        )  # fmt: skip
+        groups = heads // key.shape[1]
+        q, k, v = slopes.transpose(2, 3)
+        if groups > 1:  # each key serves several heads
+            k, v = (x.unflatten(1, (-1, groups)).sum(2) for x in (k, v))
+        return q, k.to(key.dtype), v.to(value.dtype), None, None, None, None
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """With the last axis next to each other in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, past_key: Tensor, past_value: Tensor, bias: Tensor
+) -> tuple[Any, ...]:
+    """The tensors, and how far apart their rows, heads and tokens are."""
+    strides = [s for x in (query, key, value, past_key, past_value, bias) for s in x.stride()[:3]]
+    if bias.shape[1] == 1:
+        strides[-2] = 0
+    return (query, key, value, past_key, past_value, bias, *strides)
+
+
+def _sizes(
+    query: Tensor, key: Tensor, value: Tensor, past_key: Tensor, past_value: Tensor, bias: Tensor
+) -> dict[str, Any]:
+    _, heads, slots, dim = query.shape
+    return {
+        "heads": heads, "groups": heads // key.shape[1], "slots": slots,
+        "past": past_key.shape[2], "dim": dim,
+        "SLOTS": max(16, triton.next_power_of_2(slots)),
+        "DIM": max(16, triton.next_power_of_2(dim)),
+        "SUFFIX_BLOCK": SUFFIX_BLOCK, "KIND": KINDS[bias.dtype],
+        "num_warps": 1 if slots <= 16 and bias.dtype != torch.float32 else 4,
+    }  # fmt: skip
+
+
+@kernel
+def _tile(start, first, stride, rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A tile of a matrix from its row `first` on, zeros where it ends."""
+    r = first + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    inside = (r < rows)[:, None] & (d < dim)[None, :]
+    return tl.load(start + r[:, None] * stride + d[None, :], mask=inside, other=0.0)
+
+
+@kernel
+def _scores(q, k, bias, stride, first, slots, tokens, scale,
+            SLOTS: tl.constexpr, TOKENS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """q kᵀ · scale + bias for a tile of keys; -∞ beyond the last."""
+    s = tl.arange(0, SLOTS)
+    t = tl.arange(0, TOKENS)
+    inside = (s < slots)[:, None] & (t < tokens)[None, :]
+    b = tl.load(bias + s[:, None] * stride + first + t[None, :], mask=inside, other=0.0)
+    product = tl.dot(q.to(KIND), tl.trans(k.to(KIND)), input_precision=PRODUCTS)
+    return tl.where((t < tokens)[None, :], product * scale + b, float("-inf"))
+
+
+@kernel
+def _forward(
+    query, key, value, past_key, past_value, bias,
+    q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
+    pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
+    out, sums, scale, heads, groups, slots, past, dim,
+    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    of = head // groups
+    q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
+    k = _tile(key + row * k_row + of * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
+    v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
+    bias += row * b_row + head * b_head
+    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
+    most = tl.max(score, 1)
+    weight = tl.exp(score - most[:, None])
+    total = tl.sum(weight, 1)
+    result = tl.dot(weight.to(KIND), v.to(KIND), input_precision=PRODUCTS)
+    past_key += row * pk_row + of * pk_head
+    past_value += row * pv_row + of * pv_head
+    for first in range(0, past, BLOCK):  # other names: a loop may not change a tile's shape
+        pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
+        pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
+        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
+        new = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp(most - new)
+        weights = tl.exp(scores - new[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None] + tl.dot(
+            weights.to(KIND), pv.to(KIND), input_precision=PRODUCTS
+        )
+        most = new
+    s = tl.arange(0, SLOTS)
+    d = tl.arange(0, DIM)
+    at = ((row * slots + s[:, None]) * heads + head) * dim + d[None, :]
+    inside = (s < slots)[:, None] & (d < dim)[None, :]
+    tl.store(out + at, result / total[:, None], mask=inside)
+    tl.store(sums + (row * heads + head) * slots + s, most + tl.log(total), mask=s < slots)
+
+
+@kernel
+def _backward(
+    query, key, value, past_key, past_value, bias,
+    q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
+    pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
+    out, sums, slope, query_slope, key_slope, value_slope, scale, heads, groups, slots, past, dim,
+    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    of = head // groups
+    q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
+    k = _tile(key + row * k_row + of * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
+    v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
+    here = (row * slots * heads + head) * dim
+    said = _tile(out + here, 0, heads * dim, slots, dim, SLOTS, DIM)
+    g = _tile(slope + here, 0, heads * dim, slots, dim, SLOTS, DIM)
+    s = tl.arange(0, SLOTS)
+    sum = tl.load(sums + (row * heads + head) * slots + s, mask=s < slots, other=0.0)
+    mean = tl.sum(said.to(tl.float32) * g.to(tl.float32), 1)
+    bias += row * b_row + head * b_head
+    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
+    weight = tl.exp(score - sum[:, None])
+    pull = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision=PRODUCTS)
+    move = weight * (pull - mean[:, None])
+    dv = tl.dot(tl.trans(weight.to(KIND)), g.to(KIND), input_precision=PRODUCTS)
+    dk = tl.dot(tl.trans(move.to(KIND)), q.to(KIND), input_precision=PRODUCTS) * scale
+    dq = tl.dot(move.to(KIND), k.to(KIND), input_precision=PRODUCTS)
+    past_key += row * pk_row + of * pk_head
+    past_value += row * pv_row + of * pv_head
+    for first in range(0, past, BLOCK):
+        pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
+        pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
+        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
+        weights = tl.exp(scores - sum[:, None])
+        pulls = tl.dot(g.to(KIND), tl.trans(pv.to(KIND)), input_precision=PRODUCTS)
+        moves = weights * (pulls - mean[:, None])
+        dq += tl.dot(moves.to(KIND), pk.to(KIND), input_precision=PRODUCTS)
+    d = tl.arange(0, DIM)
+    at = here + s[:, None] * heads * dim + d[None, :]
+    inside = (s < slots)[:, None] & (d < dim)[None, :]
+    tl.store(query_slope + at, dq * scale, mask=inside)
+    tl.store(key_slope + at, dk, mask=inside)
+    tl.store(value_slope + at, dv, mask=inside)
+
+
+# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+
+DECODE_BLOCK = 32
+"""How many tokens are looked at in one go."""
+
+
+def attend_last(
+    query: Float[Tensor, "row head 1 dim"],
+    keys: Float[Tensor, "row key_head room dim"],
+    values: Float[Tensor, "row key_head room dim"],
+    position: Int[Tensor, " 1"],
+    scale: float,
+) -> Float[Tensor, "row 1 head dim"]:
+    """softmax(q kᵀ · scale) v over the keys up to `position`."""
+    rows, heads, _, dim = query.shape
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    out = torch.empty(rows, 1, heads, dim, dtype=query.dtype, device=query.device)
+    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
+    _last[(rows * heads,)](
+        query, keys, values, position, out, *strides, scale, heads, heads // keys.shape[1], dim,
+        DIM=max(16, triton.next_power_of_2(dim)), BLOCK=DECODE_BLOCK, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+@kernel
+def _last(
+    query, keys, values, position, out,
+    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
+    scale, heads, groups, dim, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    of = head // groups
+    d = tl.arange(0, DIM)
+    inside = d < dim
+    q = tl.load(query + row * q_row + head * q_head + d, mask=inside, other=0.0)
+    q = q.to(tl.float32) * scale
+    filled = tl.load(position) + 1
+    keys += row * k_row + of * k_head
+    values += row * v_row + of * v_head
+    most = -1e30
+    total = 0.0
+    result = tl.zeros([DIM], dtype=tl.float32)
+    for first in range(0, filled, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        seen = (t < filled)[:, None] & inside[None, :]
+        k = tl.load(keys + t[:, None] * k_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
+        v = tl.load(values + t[:, None] * v_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
+        score = tl.where(t < filled, tl.sum(q[None, :] * k, 1), float("-inf"))
+        new = tl.maximum(most, tl.max(score, 0))
+        shrink = tl.exp(most - new)
+        weight = tl.exp(score - new)
+        total = total * shrink + tl.sum(weight, 0)
+        result = result * shrink + tl.sum(weight[:, None] * v, 0)
+        most = new
+    tl.store(out + (row * heads + head) * dim + d, result / total, mask=inside)
