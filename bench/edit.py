@@ -89,7 +89,7 @@ def prepared(args: argparse.Namespace, dtype: str) -> tuple[LM, Rome, list[Fact]
     facts += [replace(facts[0], target=f"Rome{i}") for i in range(1, args.facts)]
     layer = args.layer if args.layer is not None else LAYER.get(args.shape, 5)
     plan = Rome(layer=layer, prefixes=prefixes(lm, args.contexts))
-    steps = replace(plan.search, steps=args.steps, stop=-1e9, clamp=math.inf, decay=0.0)
+    steps = replace(plan.search, steps=args.steps, stop=-1e9, clamp=math.inf, weight_decay=0.0)
     return lm, replace(plan, search=steps, second_moment=moment(lm, layer)), facts
 
 
@@ -134,7 +134,7 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     lm, rome, facts = prepared(args, dtype)
 
     def afresh() -> None:
-        lm.kept.clear()
+        lm.cache.clear()
         rome.each(lm, facts)
 
     first = median(clock, afresh, args.repeat) / len(facts)
@@ -201,7 +201,7 @@ def compared(args: argparse.Namespace, dtype: str, clock: Clock) -> Iterator[str
     whole = seconds(rome)
     yield f"| {dtype} | rome | {len(facts)} | {whole:.4f} | 1 |"
     for name in args.beside:
-        other = learned(lm, LEARNED[name]) if name in LEARNED else editor(name).settled(lm)
+        other = learned(lm, LEARNED[name]) if name in LEARNED else editor(name).resolve(lm)
         own = seconds(other)
         yield f"| {dtype} | {name} | {len(facts)} | {own:.4f} | {own / whole:.3f} |"
 

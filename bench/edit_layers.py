@@ -72,9 +72,9 @@ def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> 
     return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESSES}
 
 
-def health(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
+def checks(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
     """How the guard rails saw the edits."""
-    seen = [edit.health for edit in edits if isinstance(edit, Edit) and edit.health is not None]
+    seen = [edit.checks for edit in edits if isinstance(edit, Edit) and edit.checks is not None]
     factors = sorted(h.division_factor for h in seen if h.division_factor is not None)
     norms = sorted(h.update_norm for h in seen)
     growth = sorted(h.perplexity_growth for h in seen)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         edits = made(lm, plan, cases, args.stats)
         seconds = time.perf_counter() - begin
-        write(args.out, plan, scores(lm, cases, edits), health(edits), seconds, len(cases))
+        write(args.out, plan, scores(lm, cases, edits), checks(edits), seconds, len(cases))
         del edits
         if lm.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -133,7 +133,7 @@ def write(
 ) -> None:
     numbers = {kind: [x.mean, x.half_width] for kind, x in found.items()}
     mean = harmonic_mean([x.mean for x in found.values()])
-    row = {**plan, "cases": cases, "S": mean, **numbers, "health": seen,
+    row = {**plan, "cases": cases, "S": mean, **numbers, "checks": seen,
            "seconds": round(seconds, 2)}  # fmt: skip
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -151,7 +151,7 @@ def as_row(row: dict) -> str:
     cells.append(", ".join(f"{k} {v}" for k, v in more.items()) or "–")
     cells.append(f"{100 * row['S']:.1f}")
     cells += [f"{100 * row[k][0]:.1f} ± {100 * row[k][1]:.1f}" for k in ("ES", "PS", "NS")]
-    seen = row["health"]
+    seen = row["checks"]
     cells.append(f"{seen.get('failed', 0)} / {seen.get('beyond limits', 0)}")
     cells.append(f"{row['seconds']:.1f}")
     return "| " + " | ".join(cells) + " |"

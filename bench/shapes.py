@@ -41,7 +41,7 @@ def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
-    return LM(model=model, tokenizer=NoTokenizer(), arch=family_of(model), name=name)
+    return LM(model=model, tokenizer=NoTokenizer(), family=family_of(model), name=name)
 
 
 @dataclass

@@ -110,5 +110,5 @@ def tiny(family: str) -> LM:
     """The same as an LM whose tokens are numbers."""
     model = tiny_model(family)
     return LM(
-        model=model, tokenizer=NumberTokenizer(), arch=family_of(model), name=f"tiny {family}"
+        model=model, tokenizer=NumberTokenizer(), family=family_of(model), name=f"tiny {family}"
     )

@@ -28,7 +28,7 @@ def worded(family: str = "llama") -> LM:
     """A tiny model with a real tokenizer, in which an edit of layer 1 keeps the rails."""
     words = tokenizer(family)
     model = tiny_model(family, vocabulary=len(words), spread=0.15)
-    return LM(model=model, tokenizer=words, arch=family_of(model), name="tiny")
+    return LM(model=model, tokenizer=words, family=family_of(model), name="tiny")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from factscope.editing.batches import run_in_batches
-from factscope.editing.editor import Progress
+from factscope.progress import Progress
 from factscope.errors import OutOfMemory
 
 

@@ -140,14 +140,14 @@ class Page:
         field.send_keys(target)
         self.click("#rewrite .go")
         self.until(lambda: len(self.all("#edits li")) == before + 1)
-        self.until(self.settled)
+        self.until(self.resolve)
 
     @property
     def quiet(self) -> bool:
         """Whether no job is under way."""
         return self.js("[...document.querySelectorAll('.status')].every((s) => s.hidden)")
 
-    def settled(self) -> bool:
+    def resolve(self) -> bool:
         """Whether that is so and every edit says how it stands."""
         return self.quiet and all("→" in row for row in self.texts("#edits small"))
 
@@ -214,12 +214,12 @@ def test_edit_and_switch_it_off(page: Page) -> None:
     question = page.find("#ask input")
     question.send_keys(CITY, Keys.ENTER)
     page.until(lambda: page.all("#answer .both"))
-    page.until(page.settled)
+    page.until(page.resolve)
     page.shot("edit")
     for number in (1, 2):  # by keyboard: whoever turns a switch stays on it
         page.js(f"document.querySelector('#edits li:nth-child({number}) input').focus()")
         ActionChains(page.browser).send_keys(Keys.SPACE).perform()
-        page.until(page.settled)
+        page.until(page.resolve)
         assert page.js("document.activeElement.dataset.key") == f"switch {number}"
     for number in range(2):
         before, after = standing(page, number)
@@ -250,11 +250,11 @@ def test_a_link_makes_the_edits_again_for_someone_else(page: Page) -> None:
     page.click("#layers button:nth-child(2)")
     page.rewrite("Rome")
     page.click("#edits input")
-    page.until(page.settled)
+    page.until(page.resolve)
     link, fact = page.js("location.hash"), page.text("#edits .words .subject")
     page.browser.delete_all_cookies()
     page.open(link)
-    page.until(page.settled)
+    page.until(page.resolve)
     assert page.text("#edits .words .subject") == fact
     assert not page.find("#edits input").is_selected()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from factscope.errors import BadModelFile, UnknownFamily
-from factscope.lm import families as arch
+from factscope.lm import families as family
 from factscope.lm.families import check_family, family_of
 from factscope.lm.model import LM
 
@@ -16,7 +16,7 @@ from families import tiny
 @pytest.fixture(autouse=True)
 def no_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models have no words to check."""
-    monkeypatch.setattr(arch, "_check_language", lambda lm: None)
+    monkeypatch.setattr(family, "_check_language", lambda lm: None)
 
 
 def test_every_row_fits_its_family(lm: LM) -> None:
@@ -35,7 +35,7 @@ def test_every_row_fits_its_family(lm: LM) -> None:
 )
 def test_a_wrong_row_is_caught(fields: dict, part: str) -> None:
     lm = tiny("gpt2")
-    wrong = LM(model=lm.model, tokenizer=None, arch=replace(lm.arch, **fields), name="wrong")
+    wrong = LM(model=lm.model, tokenizer=None, family=replace(lm.family, **fields), name="wrong")
     with pytest.raises(BadModelFile, match=part):
         check_family(wrong)
 

@@ -28,7 +28,7 @@ from commands import Result, Run, runner, saved_model
 CITY, TOWER = "The Eiffel Tower is located in the city of", "The Eiffel Tower"
 RIVER, NILE = "The Nile is located in", "The Nile"
 # At the last token, in small steps: what a random model can be taught without breaking it.
-QUICK = ("--prefix-lengths", "3x2", "--steps", 5, "--rate", 0.1, "--token", "last")
+QUICK = ("--prefix-lengths", "3x2", "--steps", 5, "--lr", 0.1, "--token", "last")
 EIFFEL = (CITY, "--subject", TOWER, "--to", "Rome")
 
 
@@ -125,14 +125,14 @@ def test_an_edit_as_json_says_what_the_written_weights_do(
     assert [p.kind for p in record.prompts] == ["prompt", "paraphrase", "neighbour"]
     assert {p.old for p in record.prompts} == {"Paris"}
     assert record.own.after.new > record.own.before.new
-    [place] = record.places
+    [place] = record.changed_weights
     assert (place.name, place.shape, place.rank) == (
         "transformer.h.1.mlp.c_proj.weight",
         (32, 128),
         1,
     )
-    assert record.health["complaints"] == []
-    assert record.health["update_norm"] < record.health["limits"]["update_norm"]
+    assert record.checks["complaints"] == []
+    assert record.checks["update_norm"] < record.checks["limits"]["update_norm"]
     assert record.settings["token"] == "last"
     lm, kept = load(str(model), device="cpu"), load_edit(tmp_path / "rome.edit")
     assert kept.facts == (replace(record.fact, old="Paris"),)
@@ -199,28 +199,28 @@ def test_a_file_that_is_there_is_replaced(edit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["default", "paper"])
 def test_every_method_is_called_by_its_name(edit: Run, method: str, preset: str) -> None:
     searching = "search" in vars(EDITORS[method][preset])
-    words = QUICK if searching else ("--found", "--rate", 1e-3, "--steps", 5)
+    words = QUICK if searching else ("--found", "--lr", 1e-3, "--steps", 5)
     if method == "kn":
         words = ("--found", "--prefix-lengths", "3x2", "--steps", 3)
     result = edit(*EIFFEL, *words, "--method", method, "--preset", preset, "--force", "--json")
     assert result.code == 0, result.err
     record = EditRecord.from_json(result.out)
     assert record.method == method
-    assert record.health["limits"]
+    assert record.checks["limits"]
 
 
 def test_flags_reach_the_editor(edit: Run, tmp_path: Path) -> None:
     (tmp_path / "prefixes.txt").write_text("The Nile flows. {}\nSo it is\n")
     result = edit(
         *EIFFEL, "--prefixes", "prefixes.txt", "--token", "last", "--layer", 0, "--seed", 5,
-        "--steps", 3, "--rate", 0.01, "--clamp", 2.5, "--json", "--generate-tokens", 0,
+        "--steps", 3, "--lr", 0.01, "--clamp", 2.5, "--json", "--generate-tokens", 0,
     )  # fmt: skip
     assert result.code == 0, result.err
     settings = json.loads(result.out)["settings"]
     assert settings["prefixes"] == ["The Nile flows. ", "So it is. "]
     assert (settings["layer"], settings["seed"], settings["second_moment"]) == (0, 5, "identity")
     search = settings["search"]
-    assert (search["steps"], search["rate"], search["clamp"]) == (3, 0.01, 2.5)
+    assert (search["steps"], search["lr"], search["clamp"]) == (3, 0.01, 2.5)
 
 
 def test_knowledge_neurons_and_their_figure(edit: Run, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_memit_takes_several_layers(edit: Run) -> None:
     for layers in ("0-1", "0,1"):
         record = json.loads(edit(*words, "--layer", layers).out)
         assert record["settings"]["layers"] == [0, 1]
-        assert len(record["places"]) == 2
+        assert len(record["changed_weights"]) == 2
 
 
 def test_a_trace_chooses_the_layer(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_statistics_of_another_layer_or_model(
 
 
 def test_an_edit_beyond_the_guard_rails_is_not_kept(edit: Run, tmp_path: Path) -> None:
-    words = (*EIFFEL, *QUICK, "--rate", 5, "--clamp", 1000, "-o", "rome.edit")
+    words = (*EIFFEL, *QUICK, "--lr", 5, "--clamp", 1000, "-o", "rome.edit")
     files = ("--page", "p.html", "--figure", "f.png")
     result = edit(*words, *files)
     assert_refused(result, "beyond the guard rails", "perplexity", "force", code=1)
@@ -341,7 +341,7 @@ def test_an_edit_beyond_the_guard_rails_is_not_kept(edit: Run, tmp_path: Path) -
     forced = edit(*words, "--force", "--json")
     assert forced.code == 0
     assert "beyond the guard rails: perplexity" in forced.err
-    assert json.loads(forced.out)["health"]["complaints"]
+    assert json.loads(forced.out)["checks"]["complaints"]
     assert (tmp_path / "rome.edit").exists()
 
 
@@ -389,13 +389,13 @@ MISTAKES: dict[str, tuple[list[Any], list[str]]] = {
     "method": ([*EIFFEL, "--method", "rom"], ["'rom'", "memit"]),
     "preset": ([*EIFFEL, "--preset", "papper"], ["'papper'", "paper"]),
     "token": ([*EIFFEL, "--token", "first"], ["'first'", "subject-last"]),
-    "a flag of another method": ([*EIFFEL, "--bound", 0.1], ["rome has no --bound"]),
+    "a flag of another method": ([*EIFFEL, "--max-change", 0.1], ["rome has no --max-change"]),
     "several flags of another method": (
         [*EIFFEL, "--method", "ft", "--no-stats", "--clamp", 3, "--seed", 1],
         ["ft has no", "--no-stats", "--clamp", "--seed"],
     ),
     "a bound makes it another method": (
-        [*EIFFEL, "--method", "ft", "--bound", 0.1, "--found"],
+        [*EIFFEL, "--method", "ft", "--max-change", 0.1, "--found"],
         ["--method ft-l"],
     ),
     "auto for fine-tuning": (
@@ -407,7 +407,7 @@ MISTAKES: dict[str, tuple[list[Any], list[str]]] = {
         ["layer is 3", "0 to 2"],
     ),
     "steps": ([*EIFFEL, "--steps", 0], ["steps is 0"]),
-    "rate": ([*EIFFEL, "--rate", -1], ["rate is -1"]),
+    "lr": ([*EIFFEL, "--lr", -1], ["lr is -1"]),
     "clamp": ([*EIFFEL, "--clamp", 0], ["clamp is 0"]),
     "prefix lengths": ([*EIFFEL, "--prefix-lengths", "5by10"], ["'5by10'", "5x10"]),
     "prefixes twice": (
@@ -468,7 +468,7 @@ def test_many_facts_into_one_edit(edit: Run, facts: Path, tmp_path: Path) -> Non
     assert [fact["fact"]["target"] for fact in said["facts"]] == ["Rome", "Oslo"]
     assert [len(fact["prompts"]) for fact in said["facts"]] == [2, 2]
     assert said["facts"][1]["true"] == "Africa"
-    assert said["places"][0]["rank"] == 2
+    assert said["changed_weights"][0]["rank"] == 2
     assert len(load_edit(tmp_path / "both.edit").facts) == 2
 
 
@@ -508,9 +508,9 @@ def test_show_needs_no_model(factscope: Run, edits: list[Path]) -> None:
         assert word in result.out
     listed = json.loads(factscope("edit", "show", *edits, "--json").out)
     assert [row["facts"][0]["target"] for row in listed] == ["Rome", "Oslo"]
-    assert listed[0]["places"][0]["rank"] == 1
+    assert listed[0]["changed_weights"][0]["rank"] == 1
     assert len(listed[0]["fingerprint"]) == 64
-    assert listed[0]["health"]["update_norm"] > 0
+    assert listed[0]["checks"]["update_norm"] > 0
 
 
 def test_apply_puts_all_edits_on_at_once(
@@ -541,7 +541,7 @@ def test_merge_into_one_edit(factscope: Run, edits: list[Path], tmp_path: Path) 
     both = load_edit(tmp_path / "both.edit")
     parts = list(map(load_edit, edits))
     assert both.facts == parts[0].facts + parts[1].facts
-    [place] = both.places
+    [place] = both.changed_weights
     total = parts[0].changes[place].matrix() + parts[1].changes[place].matrix()
     assert torch.allclose(both.changes[place].matrix(), total, atol=1e-6)
 
@@ -671,7 +671,7 @@ def test_draws_are_the_same_with_the_same_seed(factscope: Run, model: Path) -> N
 def test_the_demo_traces_edits_and_draws(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mild = Rome(token="last", prefix_lengths=((3, 2),), search=ValueSearch(steps=5, rate=0.1))
+    mild = Rome(token="last", prefix_lengths=((3, 2),), search=ValueSearch(steps=5, lr=0.1))
     monkeypatch.setitem(EDITORS["rome"], "default", mild)
     out = tmp_path / "pictures"
     result = factscope("demo", "-m", model, "--out", out, "--device", "cpu", "--json")

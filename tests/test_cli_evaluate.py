@@ -112,7 +112,7 @@ def test_other_protocols(run: Run, model: Path, cases: Path, protocol: str) -> N
     )  # fmt: skip
     assert done.code == 0, done.err
     rows = json.loads(done.out)["summaries"]
-    moments = [row["moment"] for row in rows if row["method"] != "none"]
+    moments = [row["phase"] for row in rows if row["method"] != "none"]
     assert moments == (["edit", "end"] if protocol == "sequential" else ["edit"])
 
 

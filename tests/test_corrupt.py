@@ -30,7 +30,7 @@ def worded() -> LM:
     """A tiny model with a real tokenizer."""
     words = tokenizer("gpt2")
     model = tiny_model("gpt2", vocabulary=len(words))
-    return LM(model=model, tokenizer=words, arch=family_of(model), name="worded")
+    return LM(model=model, tokenizer=words, family=family_of(model), name="worded")
 
 
 def test_the_papers_stream() -> None:

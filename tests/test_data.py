@@ -298,7 +298,7 @@ def test_find_known_draws_the_prompt_out(gpt2: LM, monkeypatch: pytest.MonkeyPat
         Fact(subject="Nile", prompt="The {} is", target="Egypt"),
     ]
     counted: list[int] = []
-    found = list(find_known(gpt2, facts, tokens=7, batch=3, done=counted.append))
+    found = list(find_known(gpt2, facts, tokens=7, batch=3, progress=counted.append))
     assert found == [
         (
             Fact(

@@ -46,7 +46,7 @@ def has_bias(lm: LM) -> bool:
 def shape_of(lm: LM, name: str) -> tuple[int, ...]:
     """In the paper's orientation; for weights within blocks."""
     shape = tuple(lm.model.get_parameter(name).shape)
-    return shape[::-1] if lm.arch.transposed else shape
+    return shape[::-1] if lm.family.transposed else shape
 
 
 def low_rank(lm: LM, name: str, rank: int = 1, seed: int = 0, size: float = 0.1) -> LowRank:
@@ -243,10 +243,10 @@ def test_a_forced_edit_must_still_fit(gpt2: LM) -> None:
 
 
 def test_an_unsafe_edit_is_refused_unless_forced(gpt2: LM) -> None:
-    health = EditChecks(
+    checks = EditChecks(
         division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=900.0
     )
-    edit = replace(some_edits(gpt2)[0], health=health)
+    edit = replace(some_edits(gpt2)[0], checks=checks)
     with pytest.raises(UnsafeEdit, match="perplexity"):
         edit.apply(gpt2)
     assert applied_edits(gpt2) == ()
@@ -332,7 +332,7 @@ def test_bfloat16_models_are_edited_in_float32(half: LM) -> None:
     for edit in edits:
         edit.apply(half)
     name = mlp(half, 0)
-    total = (before[name].T if half.arch.transposed else before[name]).float()
+    total = (before[name].T if half.family.transposed else before[name]).float()
     for edit in edits:
         if name in edit.changes:
             total = total + edit.changes[name].matrix()
@@ -373,7 +373,7 @@ def test_the_sum_is_both(gpt2: LM) -> None:
     both = first + second
     assert both.facts == (FACT, FACT)
     assert both.method == "test"
-    assert both.places == tuple(sorted({*first.places, *second.places}))
+    assert both.changed_weights == tuple(sorted({*first.changed_weights, *second.changed_weights}))
     with first.applied(gpt2), second.applied(gpt2):
         wanted = state_of(gpt2)
     with both.applied(gpt2):
@@ -421,7 +421,7 @@ def test_a_sum_remembers_its_parts(gpt2: LM) -> None:
         {"method": "b", "layer": 1, "scale": 1.5},
         {"method": "c", "layer": 2},
     ]
-    assert total.health is None
+    assert total.checks is None
 
 
 def test_edits_of_two_models_do_not_add_up(gpt2: LM) -> None:

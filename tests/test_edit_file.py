@@ -37,7 +37,13 @@ FACTS = (
 HEALTH = EditChecks(
     division_factor=0.1 + 0.2, update_norm=1e-3, perplexity_before=7.5, perplexity_after=math.pi
 )
-SETTINGS = {"layer": 5, "prefixes": ["a", ""], "decay": 0.1 + 0.2, "none": None, "in": {"x": True}}
+SETTINGS = {
+    "layer": 5,
+    "prefixes": ["a", ""],
+    "weight_decay": 0.1 + 0.2,
+    "none": None,
+    "in": {"x": True},
+}
 
 Header = dict[str, str]
 Tensors = dict[str, Tensor]
@@ -53,7 +59,7 @@ def edit(gpt2: LM) -> Edit:
     """Low rank and dense, a matrix and a bias, with everything that can be said of it."""
     first, second, third, _ = some_edits(gpt2)
     changes = {**second.changes, **third.changes, **first.changes}
-    return edit_of(gpt2, changes, facts=FACTS, settings=SETTINGS, health=HEALTH)
+    return edit_of(gpt2, changes, facts=FACTS, settings=SETTINGS, checks=HEALTH)
 
 
 @pytest.fixture
@@ -64,9 +70,9 @@ def path(edit: Edit, tmp_path: Path) -> Path:
 
 
 def assert_same_edit(found: Edit, wanted: Edit) -> None:
-    for name in ("model", "fingerprint", "method", "facts", "settings", "health"):
+    for name in ("model", "fingerprint", "method", "facts", "settings", "checks"):
         assert getattr(found, name) == getattr(wanted, name)
-    assert found.places == wanted.places
+    assert found.changed_weights == wanted.changed_weights
     for name, change in wanted.changes.items():
         other = found.changes[name]
         if isinstance(change, LowRank):
@@ -138,10 +144,10 @@ def test_views_and_shared_tensors_are_written_out(gpt2: LM, tmp_path: Path) -> N
 
 
 def test_tuples_come_back_as_lists(edit: Edit, tmp_path: Path) -> None:
-    replace(edit, settings={"layers": (3, 4)}, health=None).save(tmp_path / "edit")
+    replace(edit, settings={"layers": (3, 4)}, checks=None).save(tmp_path / "edit")
     loaded = Edit.load(tmp_path / "edit")
     assert loaded.settings == {"layers": [3, 4]}
-    assert loaded.health is None
+    assert loaded.checks is None
 
 
 def test_sums_and_multiples_come_back(gpt2: LM, edit: Edit, tmp_path: Path) -> None:
@@ -270,8 +276,8 @@ def test_a_header_with_something_missing(path: Path, key: str) -> None:
         ("facts", '[{"subject": "a", "prompt": "{}", "colour": "red"}]'),
         ("facts", '[{"subject": 5, "prompt": "{}"}]'),
         ("settings", "3"),
-        ("health", "{}"),
-        ("health", "null "),
+        ("checks", "{}"),
+        ("checks", "null "),
     ],
 )
 def test_a_header_that_makes_no_sense(path: Path, key: str, value: str) -> None:

@@ -55,7 +55,7 @@ def record(**fields: Any) -> EditRecord:
         "true": "Paris",
         "model": "tiny",
         "method": "rome",
-        "places": (ChangedWeight(name="h.5.weight", shape=(4, 8), rank=1, norm=0.5),),
+        "changed_weights": (ChangedWeight(name="h.5.weight", shape=(4, 8), rank=1, norm=0.5),),
         "prompts": (
             scores("prompt", "The Eiffel Tower is in"),
             scores("paraphrase", "To see the Eiffel Tower, go to"),
@@ -64,7 +64,7 @@ def record(**fields: Any) -> EditRecord:
         "generations": (
             Generation(text="The Eiffel Tower", before=" in Paris is", after=" in Rome is"),
         ),
-        "health": HEALTH,
+        "checks": HEALTH,
         "settings": {"layer": 5, "search": {"steps": 20}, "prefixes": ["a"] * 40},
     }
     return EditRecord(**(defaults | fields))
@@ -87,7 +87,7 @@ def printed(thing: Any, width: int = 80) -> str:
 # ---- records
 
 
-@pytest.mark.parametrize("made", [record(), odd(), odd(None), record(health={}, generations=())])
+@pytest.mark.parametrize("made", [record(), odd(), odd(None), record(checks={}, generations=())])
 def test_a_record_comes_back_from_json(made: EditRecord) -> None:
     line = made.to_json()
     assert "\n" not in line
@@ -149,7 +149,7 @@ def test_the_terminal_shows_before_and_after_in_eighty_columns() -> None:
     side = printed(terminal.generations_table(record()))
     assert re.search(r"in Paris is +in Rome is", side)
     assert "The Eiffel Tower is in Paris → Rome" in printed(terminal.headline(record()))
-    assert "rank 1 of 4 × 8" in printed(terminal.places_table(record().places))
+    assert "rank 1 of 4 × 8" in printed(terminal.places_table(record().changed_weights))
 
 
 def test_many_facts_take_a_line_each() -> None:
@@ -254,7 +254,7 @@ def test_the_page_of_an_edit_stands_alone() -> None:
     assert "search.steps" in page
     check_alone(edit_page(odd()))
     check_alone(edit_page(odd(None)))
-    assert "not measured" in edit_page(record(health={}, generations=()))
+    assert "not measured" in edit_page(record(checks={}, generations=()))
 
 
 def test_a_trace_and_its_edit_on_one_page() -> None:

@@ -114,7 +114,7 @@ def test_single_edits_are_as_written_restored_and_written_again(
         assert found.before == score_cases(lm, [case], asking=run.asking)[0] or close(
             replace(found, after=found.before), score_cases(lm, [case], asking=run.asking)[0]
         )
-        edit = run.editor.settled(lm)(lm, [case.fact])
+        edit = run.editor.resolve(lm)(lm, [case.fact])
         with edit.applied(lm, force=True):
             assert close(found, score_cases(lm, [case], asking=run.asking)[0])
         assert found.after != found.before
@@ -126,7 +126,7 @@ def test_a_batch_is_one_edit_for_all_its_facts(model: Path, lm: LM, tmp_path: Pa
     assert [r.step for r in records] == [0, 0, 0, 0, 1, 1]
     cases = run.read().cases
     for some, found in ((cases[:4], records[:4]), (cases[4:], records[4:])):
-        edit = run.editor.settled(lm)(lm, [case.fact for case in some])
+        edit = run.editor.resolve(lm)(lm, [case.fact for case in some])
         with edit.applied(lm, force=True):
             for case, one in zip(some, found, strict=True):
                 assert close(one, score_cases(lm, [case], asking=run.asking)[0])
@@ -141,9 +141,9 @@ def test_a_sequence_builds_up_and_is_scored_again_at_its_end(
     records = evaluated(run, lm, tmp_path / "run")
     assert all((w == weights[name]).all() for name, w in lm.model.named_parameters())
     at_edit, at_end = records[:5], records[5:]
-    assert [r.moment for r in records] == ["edit"] * 5 + ["end"] * 5
+    assert [r.phase for r in records] == ["edit"] * 5 + ["end"] * 5
     assert [r.step for r in at_edit] == list(range(5))
-    made = run.editor.settled(lm)
+    made = run.editor.resolve(lm)
     edits = []
     for case, found in zip(run.read().cases, at_edit, strict=True):
         edits.append(made(lm, [case.fact]))
@@ -262,7 +262,7 @@ def test_a_run_that_broke_off_anywhere_goes_on_to_the_same_records(
     while True:
         try:
             found = evaluated(
-                run, lm, tmp_path / "run", done=partial(stop, [draw.randrange(1, 12)])
+                run, lm, tmp_path / "run", progress=partial(stop, [draw.randrange(1, 12)])
             )
             break
         except Killed:

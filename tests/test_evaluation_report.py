@@ -65,7 +65,7 @@ RECORDS = [
     *(case(i, "ft", 0.1) for i in range(2)),
     case(2, "ft", after=None, error="no progress"),
     *(case(i, protocol="sequential", step=i) for i in range(2)),
-    *(case(i, new=0.1, protocol="sequential", step=i, moment="end") for i in range(2)),
+    *(case(i, new=0.1, protocol="sequential", step=i, phase="end") for i in range(2)),
 ]
 
 

@@ -74,7 +74,7 @@ def test_compare_corruptions(model: str, tmp_path: Path):
 def test_edit_one_fact(model: str, tmp_path: Path):
     # A layer and token at which a random model can be taught, in steps that do not break it.
     mild = {"token": "last", "prefix_lengths": (), "second_moment": "identity"}
-    mild |= {"search": ValueSearch(steps=5, rate=0.05)}
+    mild |= {"search": ValueSearch(steps=5, lr=0.05)}
     record = example("edit_one_fact").main(model, str(tmp_path), **mild)
     assert record.fact.target == "Rome"
     assert [scores.kind for scores in record.prompts] == ["prompt", "paraphrase", "neighbour"]

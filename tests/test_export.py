@@ -191,7 +191,7 @@ def test_the_files_are_what_peft_itself_writes(family: str, bias: bool, tmp_path
         rank_pattern=pattern,
         alpha_pattern=pattern,
         target_modules=[first.removesuffix(".weight"), second.removesuffix(".weight")],
-        fan_in_fan_out=lm.arch.transposed,
+        fan_in_fan_out=lm.family.transposed,
         lora_bias=bias,
     )
     theirs = peft.get_peft_model(tiny_model(family), config)
@@ -312,7 +312,7 @@ def test_an_adapter_for_another_model_is_refused(gpt2: LM, llama: LM, tmp_path: 
 
 
 def test_an_unsafe_edit_is_exported_by_force(llama: LM, tmp_path: Path) -> None:
-    edit = replace(weights_edit(llama), health=UNSAFE)
+    edit = replace(weights_edit(llama), checks=UNSAFE)
     with pytest.raises(UnsafeEdit, match="update norm"):
         export_peft(edit, llama, tmp_path / "adapter")
     with pytest.raises(UnsafeEdit, match="update norm"):

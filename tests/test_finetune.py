@@ -30,12 +30,12 @@ FACTS = [
 """The second's object has several tokens in every vocabulary."""
 
 KINDS = {
-    "ft": FineTune(layer=1, steps=4, rate=2e-3),
-    "ft-l": FineTune(layer=0, bound=3e-3, steps=4, rate=2e-3),
-    "attn": FineTune(layer=1, weights="attn", bound=2e-3, steps=4, rate=1e-3),
-    "ft, paper": FineTune(layer=2, objective="last-position", bias=True, steps=4, rate=2e-3),
-    "attn, paper": attn_edit("paper", layer=1, bound=2e-3, steps=6),
-    "ft, done early": FineTune(layer=1, steps=8, rate=1e-2, stop=5.5),
+    "ft": FineTune(layer=1, steps=4, lr=2e-3),
+    "ft-l": FineTune(layer=0, max_change=3e-3, steps=4, lr=2e-3),
+    "attn": FineTune(layer=1, weights="attn", max_change=2e-3, steps=4, lr=1e-3),
+    "ft, paper": FineTune(layer=2, objective="last-position", bias=True, steps=4, lr=2e-3),
+    "attn, paper": attn_edit("paper", layer=1, max_change=2e-3, steps=6),
+    "ft, done early": FineTune(layer=1, steps=8, lr=1e-2, stop=5.5),
 }
 NOISE = {("tiny bloom", "attn, paper"): 2e-2}
 """The keys' bias moves no attention, so its slope is 0 but for rounding; Adam makes steps of that,
@@ -70,7 +70,7 @@ def plainly(lm: LM, facts: Sequence[Fact], how: FineTune) -> dict[str, Tensor]:
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     for weight in weights.values():
         weight.requires_grad_(True)
-    adam = torch.optim.Adam(weights.values(), lr=how.rate)
+    adam = torch.optim.Adam(weights.values(), lr=how.lr)
     for _ in range(how.steps):
         adam.zero_grad()
         loss = torch.stack([plain_loss(lm, fact, how) for fact in facts]).mean()
@@ -78,16 +78,16 @@ def plainly(lm: LM, facts: Sequence[Fact], how: FineTune) -> dict[str, Tensor]:
             break
         loss.backward()
         adam.step()
-        if how.bound is not None:
-            bound = float(how.bound)
+        if how.max_change is not None:
+            max_change = float(how.max_change)
             for name, weight in weights.items():
-                weight.data.clamp_(before[name] - bound, before[name] + bound)
+                weight.data.clamp_(before[name] - max_change, before[name] + max_change)
     change = {name: weight.detach() - before[name] for name, weight in weights.items()}
     for name, weight in weights.items():
         weight.requires_grad_(False)
         weight.grad = None
         weight.copy_(before[name])
-    return {name: x.T if lm.arch.transposed and x.dim() == 2 else x for name, x in change.items()}
+    return {name: x.T if lm.family.transposed and x.dim() == 2 else x for name, x in change.items()}
 
 
 def plain_loss(lm: LM, fact: Fact, how: FineTune) -> Tensor:
@@ -160,12 +160,12 @@ def test_losses_are_the_plain_ones(llama: LM) -> None:
 def test_pieces_change_nothing(llama: LM) -> None:
     how = KINDS["ft"]
     whole, heard = how(llama, FACTS), []
-    pieces = replace(how, at_once=2)(llama, FACTS, done=heard.append)
+    pieces = replace(how, facts_per_pass=2)(llama, FACTS, progress=heard.append)
     assert gap(pieces, matrices(whole)) < 1e-4
     assert sum(heard) == pytest.approx(1)
     assert len(heard) == how.steps + 1
     for one, other in zip(
-        how.each(llama, FACTS), replace(how, at_once=2).each(llama, FACTS), strict=True
+        how.each(llama, FACTS), replace(how, facts_per_pass=2).each(llama, FACTS), strict=True
     ):
         assert gap(one, matrices(other)) < 1e-4
 
@@ -183,7 +183,7 @@ def test_where_memory_runs_out_fewer_go_at_once(llama: LM, monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "minimise", scarce)
     limit = 1
-    edits = how.each(llama, FACTS, done=heard.append)
+    edits = how.each(llama, FACTS, progress=heard.append)
     assert sizes == [3, 1, 1, 1]
     assert sum(heard) == pytest.approx(1)
     assert all(gap(a, matrices(b)) < 1e-4 for a, b in zip(edits, wanted, strict=True))
@@ -212,11 +212,12 @@ def test_an_edit_says_what_it_is(llama: LM) -> None:
         assert edit.facts == tuple(FACTS[:2])
         assert (edit.model, edit.fingerprint) == (llama.name, llama.fingerprint)
         assert isinstance(edit.settings["layer"], int)
-        assert edit.settings["bound"] != "default"
-        assert (edit.settings["bound"] is None) == (name == "ft")
+        assert edit.settings["max_change"] != "default"
+        assert (edit.settings["max_change"] is None) == (name == "ft")
         if name != "ft":
             assert all(
-                x.abs().max() <= edit.settings["bound"] * 1.0001 for x in matrices(edit).values()
+                x.abs().max() <= edit.settings["max_change"] * 1.0001
+                for x in matrices(edit).values()
             )
         modules = [llama.mlp_out(0)] if name != "attn" else llama.attn_in(2)
         assert set(edit.changes) == {f"{llama.name_of(m)}.weight" for m in modules}
@@ -242,7 +243,7 @@ def test_an_edit_does_in_the_weights_what_it_did_beside_them(family: str, method
 
 def test_a_model_in_half_precision_is_fitted_in_single() -> None:
     lm = small("llama", torch.bfloat16)
-    edit = FineTune(layer=1, rate=2e-3, steps=8)(lm, FACTS[:1])
+    edit = FineTune(layer=1, lr=2e-3, steps=8)(lm, FACTS[:1])
     assert all(x.dtype == torch.float32 for x in matrices(edit).values())
     assert any((x != x.bfloat16()).any() for x in matrices(edit).values())
 
@@ -251,22 +252,22 @@ def test_what_the_model_says_already_needs_no_change(llama: LM) -> None:
     edit = FineTune(layer=0, stop=1e3)(llama, FACTS[:1])
     assert all((x == 0).all() for x in matrices(edit).values())
     assert edit.settings["losses"] == [[pytest.approx(plain_loss(llama, FACTS[0], ft()).item())]]
-    assert edit.health is not None
-    assert (edit.health.update_norm, edit.health.perplexity_growth) == (0, pytest.approx(1))
+    assert edit.checks is not None
+    assert (edit.checks.update_norm, edit.checks.perplexity_growth) == (0, pytest.approx(1))
     with pytest.raises(BadEdit, match="so small"):
         edit.apply(llama)
 
 
 def test_guard_rails_are_measured(llama: LM) -> None:
-    how = FineTune(layer=1, bias=True, steps=3, rate=2e-3)
+    how = FineTune(layer=1, bias=True, steps=3, lr=2e-3)
     for edit in (how(llama, FACTS), *how.each(llama, FACTS)):
-        assert edit.health is not None
+        assert edit.checks is not None
         shares = [
             x.norm().item() / llama.model.get_parameter(name).norm().item()
             for name, x in matrices(edit).items()
         ]
-        assert edit.health.update_norm == pytest.approx(max(shares), rel=1e-4)
-        assert edit.health.perplexity_after != edit.health.perplexity_before
+        assert edit.checks.update_norm == pytest.approx(max(shares), rel=1e-4)
+        assert edit.checks.perplexity_after != edit.checks.perplexity_before
 
 
 # ---- settings
@@ -274,14 +275,17 @@ def test_guard_rails_are_measured(llama: LM) -> None:
 
 def test_presets() -> None:
     assert ft() == FineTune()
-    assert (ft_l().bound, attn_edit().bound, ft().bound) == ("default", "default", None)
-    assert (attn_edit().weights, attn_edit().rate) == ("attn", 1e-3)
+    assert (ft_l().max_change, attn_edit().max_change, ft().max_change) == (
+        "default",
+        "default",
+        None,
+    )
+    assert (attn_edit().weights, attn_edit().lr) == ("attn", 1e-3)
     for make in FINE_TUNES.values():
         assert make("paper") == replace(make(), objective="last-position", bias=True)
         assert make("paper", bias=False, layer=3).layer == 3
-    assert [how.method for how in (ft(), ft_l(), ft_l(bound=1e-3), attn_edit(bound=None))] == [
-        "ft", "ft-l", "ft-l", "attn"
-    ]  # fmt: skip
+    variants = (ft(), ft_l(), ft_l(max_change=1e-3), attn_edit(max_change=None))
+    assert [how.method for how in variants] == ["ft", "ft-l", "ft-l", "attn"]
 
 
 def test_the_layer_and_bound_come_from_the_table(
@@ -290,25 +294,25 @@ def test_the_layer_and_bound_come_from_the_table(
     spread = llama.mlp_weight(0).std().item()
     own = BY_DEPTH["ft-l"].spreads
     assert own is not None
-    assert ft_l().resolved(llama).bound == pytest.approx(own * spread)
-    assert ft_l(bound=0.1).resolved(llama).bound == 0.1
-    assert ft().resolved(llama).bound is None
+    assert ft_l().resolved(llama).max_change == pytest.approx(own * spread)
+    assert ft_l(max_change=0.1).resolved(llama).max_change == 0.1
+    assert ft().resolved(llama).max_change is None
     assert attn_edit().resolved(llama).layer == 2  # 33 of 48, here 2 of 3
     xl = KNOWN["gpt2", 48, 1600]
     monkeypatch.setitem(KNOWN, ("llama", 3, 32), xl | {"attn": replace(xl["attn"], layer=1)})
-    assert (ft().resolved(llama).layer, ft().resolved(llama).bound) == (1, None)
-    assert (ft_l().resolved(llama).layer, ft_l().resolved(llama).bound) == (0, 5e-4)
-    assert (attn_edit().resolved(llama).layer, attn_edit().resolved(llama).bound) == (1, 1e-3)
+    assert (ft().resolved(llama).layer, ft().resolved(llama).max_change) == (1, None)
+    assert (ft_l().resolved(llama).layer, ft_l().resolved(llama).max_change) == (0, 5e-4)
+    assert (attn_edit().resolved(llama).layer, attn_edit().resolved(llama).max_change) == (1, 1e-3)
     assert ft_l(layer=2).resolved(llama).layer == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bound": 0.0}, "bound is 0.0; it must be above 0"),
+        ({"max_change": 0.0}, "max_change is 0.0; it must be above 0"),
         ({"steps": 0}, "steps is 0"),
-        ({"rate": 0.0}, "rate is 0.0"),
-        ({"at_once": 0}, "at_once is 0"),
+        ({"lr": 0.0}, "lr is 0.0"),
+        ({"facts_per_pass": 0}, "at_once is 0"),
     ],
 )
 def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -335,7 +339,7 @@ def test_a_fact_without_an_object_is_refused(llama: LM) -> None:
 
 
 def test_getting_nowhere_is_told(llama: LM) -> None:
-    how = FineTune(layer=1, rate=1e-30, steps=2)
+    how = FineTune(layer=1, lr=1e-30, steps=2)
     with pytest.raises(NoProgress, match=r"got no nearer.*by step: [0-9.]+, [0-9.]+, ") as caught:
         how(llama, FACTS)
     assert "Eiffel Tower is located in the city of' → 'Rome' and 2 more" in str(caught.value)
@@ -362,7 +366,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
         return founds
 
     wanted = how.each(llama, FACTS[1:])
-    results = how.attempt(llama, [bad, *FACTS[1:]], done=heard.append)
+    results = how.attempt(llama, [bad, *FACTS[1:]], progress=heard.append)
     assert [type(result).__name__ for result in results] == ["BadFact", "Edit", "Edit"]
     assert sum(heard) == pytest.approx(1)
     for found, edit in zip(results[1:], wanted, strict=True):

@@ -41,7 +41,7 @@ def looked(problem: ValueObjective, look: object = None) -> tuple[torch.Tensor, 
 def keep(lm: LM, fact: Fact) -> Shelf:
     """What a search does on a GPU."""
     problem = posed(lm, fact)
-    shelf = lm.kept.setdefault(NAME, Shelf.of(lm))
+    shelf = lm.cache.setdefault(NAME, Shelf.of(lm))
     shelf.refresh(lm)
     shelf.add(problem, _looking(problem))
     return shelf
@@ -49,7 +49,7 @@ def keep(lm: LM, fact: Fact) -> Shelf:
 
 def kept_for(problem: ValueObjective) -> CudaGraph | None:
     """The same, where there is something on the shelf."""
-    shelf = problem.lm.kept[NAME]
+    shelf = problem.lm.cache[NAME]
     shelf.refresh(problem.lm)
     return shelf.take(problem)
 
@@ -132,7 +132,7 @@ def test_weights_above_that_changed_are_noticed() -> None:
     weight = lm.mlp_weight(2)
     weight.data[0, 0] += 1.0  # autograd does not count this one
     assert kept_for(posed(lm, FIRST)) is None
-    assert not lm.kept[NAME].recordings
+    assert not lm.cache[NAME].recordings
     keep(lm, FIRST)
     with torch.no_grad():
         weight[0, 0] = -weight[0, 0]  # and this one leaves every norm as it was

@@ -215,7 +215,7 @@ def test_a_path_that_does_not_add_up_is_looked_at_in_halves(
     rough = attribute_neurons(lm, READINGS, steps=2, tolerance=None).scores
     looks.clear()
     heard: list[float] = []
-    found = attribute_neurons(lm, READINGS, steps=2, tolerance=1e-3, done=heard.append)
+    found = attribute_neurons(lm, READINGS, steps=2, tolerance=1e-3, progress=heard.append)
     assert len(looks) > 2
     assert sum(heard) == pytest.approx(1)
     assert {piece[2:] for piece in looks[1]} == {(0.0, 0.5), (0.5, 1.0)}
@@ -225,7 +225,7 @@ def test_a_path_that_does_not_add_up_is_looked_at_in_halves(
 def test_pieces_and_scarce_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, sizes, heard, real = tiny("gpt2"), [], [], NeuronPath.look
     whole = attribute_neurons(lm, READINGS, steps=3)
-    some = attribute_neurons(lm, READINGS, steps=3, at_once=5)
+    some = attribute_neurons(lm, READINGS, steps=3, facts_per_pass=5)
     torch.testing.assert_close(some.scores, whole.scores, rtol=1e-4, atol=1e-7)
     limit = 9
 
@@ -236,7 +236,7 @@ def test_pieces_and_scarce_memory_change_nothing(monkeypatch: pytest.MonkeyPatch
         return real(self, reading, layer, share)
 
     monkeypatch.setattr(NeuronPath, "look", scarce)
-    found = attribute_neurons(lm, READINGS, steps=3, at_once=36, done=heard.append)
+    found = attribute_neurons(lm, READINGS, steps=3, facts_per_pass=36, progress=heard.append)
     assert sizes[:3] == [36, 18, 9]
     assert sum(heard) == pytest.approx(1)
     torch.testing.assert_close(found.scores, whole.scores, rtol=1e-4, atol=1e-7)
@@ -297,7 +297,7 @@ def test_an_edit_is_the_plain_one(worded: LM, preset: str) -> None:
         for name, delta in changes.items():
             together[name] = together.get(name, 0) + delta
     same(how(worded, FACTS), together)
-    same(replace(how, at_once=3)(worded, FACTS), together)
+    same(replace(how, facts_per_pass=3)(worded, FACTS), together)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -333,11 +333,11 @@ def test_each_setting_does_what_the_plain_procedure_does(llama: LM, setting: str
 def test_an_edit_says_what_it_is(llama: LM, tmp_path: Any) -> None:
     heard: list[float] = []
     how = replace(SMALL, prefixes=None, prefix_lengths=((4, 2),), tolerance=0.02)
-    edit = how(llama, FACTS, done=heard.append)
+    edit = how(llama, FACTS, progress=heard.append)
     assert sum(heard) == pytest.approx(1)
     assert (edit.method, edit.facts) == ("kn", tuple(FACTS))
     assert (edit.model, edit.fingerprint) == (llama.name, llama.fingerprint)
-    assert edit.health is not None
+    assert edit.checks is not None
     assert len(edit.settings["prefixes"]) == 2
     for neurons, coarse, gap in zip(
         *(edit.settings[name] for name in ("neurons", "coarse", "gaps")), strict=True
@@ -352,9 +352,9 @@ def test_an_edit_says_what_it_is(llama: LM, tmp_path: Any) -> None:
     kept = load_edit(tmp_path / "kn.edit")
     assert kept.settings["neurons"] == edit.settings["neurons"]
     assert kept.facts == edit.facts
-    settled = how.settled(llama)
-    assert settled.prefixes == edit.settings["prefixes"]
-    same(settled(llama, FACTS), {n: c.matrix().double() for n, c in edit.changes.items()})
+    resolve = how.resolve(llama)
+    assert resolve.prefixes == edit.settings["prefixes"]
+    same(resolve(llama, FACTS), {n: c.matrix().double() for n, c in edit.changes.items()})
 
 
 def test_it_does_in_the_weights_what_it_says(llama: LM) -> None:
@@ -385,7 +385,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
 ) -> None:
     bad = [replace(FACTS[0], target=" "), replace(FACTS[1], old=FACTS[1].target)]
     heard: list[float] = []
-    found = SMALL.attempt(llama, [bad[0], FACTS[1], bad[1], FACTS[2]], done=heard.append)
+    found = SMALL.attempt(llama, [bad[0], FACTS[1], bad[1], FACTS[2]], progress=heard.append)
     assert [type(x) for x in found] == [BadFact, Edit, BadFact, Edit]
     assert "both the old and the new object" in str(found[2])
     assert sum(heard) == pytest.approx(1)
@@ -419,7 +419,7 @@ def test_no_neuron_that_speaks_for_the_answer_is_told() -> None:
         ({"threshold": 1.0}, "threshold is 1.0; it must be from 0"),
         ({"share": -0.1}, "share is -0.1"),
         ({"most": 0}, "most is 0"),
-        ({"at_once": 0}, "at_once is 0"),
+        ({"facts_per_pass": 0}, "at_once is 0"),
     ],
 )
 def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:

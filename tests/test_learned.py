@@ -72,7 +72,7 @@ def a_network(lm: LM, method: str, layers: Sequence[int] = (1, 2), spread: float
     made = build_network(
         method,
         design(places=tuple(p.shape for p in places), layers=tuple(layers),
-               width=lm.embed.weight.shape[1], rate=1e-2, **own),
+               width=lm.embed.weight.shape[1], lr=1e-2, **own),
     )  # fmt: skip
     halves = SplitModel(lm, places[0].layer)
     lines = lines_of(lm, FACTS)
@@ -105,7 +105,7 @@ def autograd(lm: LM, fact: Fact, names: Sequence[str]) -> dict[str, Tensor]:
     found = torch.autograd.grad(loss, list(weights.values()))
     for weight in weights.values():
         weight.requires_grad_(False)
-    turn = lm.arch.transposed
+    turn = lm.family.transposed
     return {name: (x.T if turn else x) for name, x in zip(names, found, strict=True)}
 
 
@@ -247,7 +247,7 @@ def test_an_edit_is_the_plain_formula(worded: LM, method: str) -> None:
     for fact, edit, plain in zip(FACTS, edits, wanted, strict=True):
         assert (edit.facts, edit.method) == ((fact,), method)
         alone = learned(worded, [fact])
-        assert edit.health is not None
+        assert edit.checks is not None
         assert set(edit.changes) == set(plain)
         for name, change in edit.changes.items():
             assert near(change.matrix(), plain[name], 1e-4), name
@@ -295,7 +295,7 @@ def test_learning_sees_the_written_weights(family: str, method: str) -> None:
     for i in range(len(FACTS)):
         written = {
             place.name: lm.model.get_parameter(place.name)
-            + (change.matrix()[i].T if lm.arch.transposed else change.matrix()[i])
+            + (change.matrix()[i].T if lm.family.transposed else change.matrix()[i])
             for place, change in zip(places, again, strict=True)
         }
         for x in (lines, other):
@@ -363,10 +363,10 @@ def test_mend_begins_as_a_step_against_the_gradient(gpt2: LM) -> None:
 
 
 def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(gpt2: LM) -> None:
-    learned = Mend(weights=weights_of(gpt2, a_network(gpt2, "mend")), at_once=2)
+    learned = Mend(weights=weights_of(gpt2, a_network(gpt2, "mend")), facts_per_pass=2)
     heard: list[float] = []
     empty = Fact(subject="France", prompt="The capital of {} is", target=" ")
-    found = learned.attempt(gpt2, [FACTS[0], empty, *FACTS[1:]], done=heard.append)
+    found = learned.attempt(gpt2, [FACTS[0], empty, *FACTS[1:]], progress=heard.append)
     assert [isinstance(x, Edit) for x in found] == [True, False, True, True]
     assert sum(heard) == pytest.approx(1)
     with pytest.raises(BadFact, match="there are no facts"):
@@ -415,7 +415,7 @@ def test_weights_that_do_not_fit_are_named(gpt2: LM, tmp_path: Path) -> None:
     path = written(gpt2, "mend", tmp_path / "w.safetensors")
     other = small("llama")
     with pytest.raises(BadWeights, match=r"for tiny gpt2.*not for tiny llama.*train mend"):
-        Mend.load(path).settled(other)
+        Mend.load(path).resolve(other)
     with pytest.raises(BadWeights, match=r"weights of 'mend', not of ke"):
         Ke.load(path)
     with pytest.raises(BadWeights, match="there is no file"):
@@ -436,8 +436,8 @@ def test_weights_of_other_layers_are_named(gpt2: LM, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
     with pytest.raises(BadWeights, match=r"change transformer\.h\.0.*layers 1, 2 have"):
-        Mend.load(path).settled(gpt2)
+        Mend.load(path).resolve(gpt2)
     network.design = type(design).from_dict({**design.to_dict(), "layers": (1, 7)})
     path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
     with pytest.raises(BadWeights, match="layer 7 is out of range"):
-        Mend.load(path).settled(gpt2)
+        Mend.load(path).resolve(gpt2)

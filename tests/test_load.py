@@ -76,10 +76,10 @@ def logits(lm: LM) -> torch.Tensor:
 def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path / "model")
     lm = load(str(tmp_path / "model"), device="cpu")
-    assert lm.arch == FAMILIES[family]
+    assert lm.family == FAMILIES[family]
     assert lm.name == str(tmp_path / "model")
     assert lm.tokenizer(CITY)["input_ids"] == tokenizer(STYLE[family])(CITY)["input_ids"]
-    again = LM(model=model, tokenizer=lm.tokenizer, arch=lm.arch, name="again")
+    again = LM(model=model, tokenizer=lm.tokenizer, family=lm.family, name="again")
     assert torch.equal(logits(lm), logits(again))
     assert lm.fingerprint == load(tmp_path / "model", device="cpu").fingerprint
 
@@ -200,7 +200,7 @@ def test_a_wrong_row_is_named(
 
 def test_a_row_can_be_taken_on_trust(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], norm=()))
-    assert load(saved, device="cpu", check=False).arch.norm == ()
+    assert load(saved, device="cpu", check=False).family.norm == ()
 
 
 def test_gibberish_is_remarked_on(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,7 +344,7 @@ def cached(cache: Path) -> list[str]:
 
 def test_a_gguf_is_converted_and_read(gguf_file: Path, offline: Path) -> None:
     lm = load(gguf_file, device="cpu")
-    assert lm.arch == FAMILIES["llama"]
+    assert lm.family == FAMILIES["llama"]
     assert (lm.n_layers, lm.width, lm.context) == (2, 16, 64)
     wanted = gguf_weights(len(tokenizer("gpt2")))
     assert torch.equal(lm.embed.weight, torch.from_numpy(wanted["token_embd.weight"]))

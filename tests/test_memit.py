@@ -30,12 +30,12 @@ FACTS = [
 ]
 BAD = replace(FACTS[0], target="")
 PREFIXES = ("The Nile flows. ", "Light travels at 100 degrees and so. ")
-FEW = ValueSearch(steps=5, rate=0.1, decay=1e-3, clamp=50.0)
+FEW = ValueSearch(steps=5, lr=0.1, weight_decay=1e-3, clamp=50.0)
 DEFAULT = Memit()
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {
-        "base": PAPER, "search": replace(FEW, essence_at="place", decay_form="paper")
+        "base": PAPER, "search": replace(FEW, kl_position="place", weight_decay_form="paper")
     },
     "one layer": {"layers": (1,)},
     "all layers": {"layers": (0, 1, 2), "token": "last"},
@@ -136,12 +136,12 @@ def seen_at(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tensor, Ten
 def plain_search(ready: BoundMemit, asked: EditRequest) -> tuple[Tensor, list[float]]:
     """torch's own Adam on δ, the whole model at every step: z, and the losses."""
     lm, search, last = ready.lm, ready.memit.search, ready.layers[-1]
-    at_place = search.essence_at == "place"
+    at_place = search.kl_position == "place"
     rows = [*asked.rows, kl_row(lm, asked.fact, ready.memit.token, at_place=at_place)]
     _, start = seen_at(lm, rows[0], last, last)
     size = start.norm()
     ids, delta = pad_rows(rows, lm.device), torch.zeros(lm.width, requires_grad=True)
-    adam = torch.optim.Adam([delta], lr=search.rate)
+    adam = torch.optim.Adam([delta], lr=search.lr)
     at = torch.zeros(*ids.shape, 1)
     at[range(len(rows)), [row.place for row in rows]] = 1
     labels = torch.tensor(asked.target)
@@ -160,9 +160,9 @@ def plain_search(ready: BoundMemit, asked: EditRequest) -> tuple[Tensor, list[fl
             -logs[i, list(row.reads)].gather(1, labels[:, None]).mean()
             for i, row in enumerate(rows[:-1])
         ]
-        decay = delta.norm() / size ** (2 if search.decay_form == "paper" else 1)
+        decay = delta.norm() / size ** (2 if search.weight_decay_form == "paper" else 1)
         essence = (now.exp() * (now - before)).sum()
-        loss = torch.stack(said).mean() + search.essence * essence + search.decay * decay
+        loss = torch.stack(said).mean() + search.kl_weight * essence + search.weight_decay * decay
         losses.append(loss.item())
         if losses[-1] < search.stop or step == search.looks - 1:
             break
@@ -253,7 +253,7 @@ def test_more_facts_than_are_looked_at_in_one_pass(gpt2: LM, tmp_path: Path) -> 
         for word in words
     ]
     assert len(facts) > AT_A_LOOK
-    memit = memit_on(gpt2, tmp_path, prefixes=(), search=replace(FEW, steps=3), at_once=8)
+    memit = memit_on(gpt2, tmp_path, prefixes=(), search=replace(FEW, steps=3), facts_per_pass=8)
     edit = memit(gpt2, facts)
     assert all(isinstance(change, Dense) for change in edit.changes.values())
     assert edit.facts == tuple(facts)
@@ -267,8 +267,8 @@ def test_more_facts_than_are_looked_at_in_one_pass(gpt2: LM, tmp_path: Path) -> 
 def test_each_equals_one_by_one(family: str, tmp_path: Path) -> None:
     lm = text_lm(family)
     memit = memit_on(lm, tmp_path)
-    for at_once in (None, 3):
-        edits = replace(memit, at_once=at_once).each(lm, FACTS)
+    for facts_per_pass in (None, 3):
+        edits = replace(memit, facts_per_pass=facts_per_pass).each(lm, FACTS)
         for fact, edit in zip(FACTS, edits, strict=True):
             assert edit.facts == (fact,)
             assert_same(edit, memit(lm, [fact]))
@@ -299,7 +299,7 @@ def test_a_search_that_leads_nowhere_leaves_its_error(gpt2: LM, tmp_path: Path) 
 
 def test_progress_adds_up_to_one(gpt2: LM, tmp_path: Path) -> None:
     shares: list[float] = []
-    memit_on(gpt2, tmp_path).attempt(gpt2, FACTS, done=shares.append)
+    memit_on(gpt2, tmp_path).attempt(gpt2, FACTS, progress=shares.append)
     assert sum(shares) == pytest.approx(1)
     assert len(shares) > 3
 
@@ -311,19 +311,19 @@ def test_an_edit_says_what_it_is(gpt2: LM, tmp_path: Path) -> None:
     edit = memit_on(gpt2, tmp_path)(gpt2, FACTS[:2])
     assert edit.method == "memit"
     assert edit.facts == tuple(FACTS[:2])
-    assert edit.places == tuple(f"transformer.h.{i}.mlp.c_proj.weight" for i in (0, 1))
+    assert edit.changed_weights == tuple(f"transformer.h.{i}.mlp.c_proj.weight" for i in (0, 1))
     assert (edit.settings["layers"], edit.settings["weight"]) == ((0, 1), 10.0)
     assert [c["layer"] for c in edit.settings["second_moment"]] == [0, 1]
     assert edit.settings["search"]["steps"] == FEW.steps
     assert all(change.rank == 2 for change in edit.changes.values())
-    assert edit.health is not None
+    assert edit.checks is not None
     shares = [
         change.norm() / gpt2.model.get_parameter(name).norm().item()
         for name, change in edit.changes.items()
     ]
-    assert edit.health.update_norm == pytest.approx(max(shares), rel=1e-4)
-    assert edit.health.division_factor is None
-    assert edit.health.perplexity_after != edit.health.perplexity_before
+    assert edit.checks.update_norm == pytest.approx(max(shares), rel=1e-4)
+    assert edit.checks.division_factor is None
+    assert edit.checks.perplexity_after != edit.checks.perplexity_before
 
 
 def test_layers_and_weight_come_from_the_model(gpt2: LM) -> None:
@@ -376,5 +376,5 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
     after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
     assert after[0].first > 0.9
     assert after[1].top == " Paris"
-    assert edit.health is not None
-    assert not edit.health.complaints()
+    assert edit.checks is not None
+    assert not edit.checks.complaints()

@@ -163,10 +163,10 @@ def test_groups_come_in_order_the_unedited_model_first():
         case(0, one(0.3, 0.1), before=before, method="ft"),
         case(1, one(0.3, 0.1), before=before, method="rome"),
         case(0, one(0.3, 0.1), method="rome", protocol="sequential", step=0),
-        case(0, one(0.1, 0.3), method="rome", protocol="sequential", step=0, moment="end"),
+        case(0, one(0.1, 0.3), method="rome", protocol="sequential", step=0, phase="end"),
         case(0, one(0.3, 0.1), model="other"),
     ]
-    rows = [(s.model, s.method, s.protocol, s.moment, s.cases) for s in summaries(records)]
+    rows = [(s.model, s.method, s.protocol, s.phase, s.cases) for s in summaries(records)]
     assert rows == [
         ("tiny", "none", "single", "edit", 2),
         ("tiny", "rome", "single", "edit", 2),

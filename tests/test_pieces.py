@@ -37,8 +37,8 @@ def question(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> Clea
     )
 
 
-def pieces(lm: LM, q: CleanAnswer, settings: Tracing, done=lambda share: None) -> list:
-    return list(stream_answer(lm, q, settings, SCALE, BUDGET, done))
+def pieces(lm: LM, q: CleanAnswer, settings: Tracing, progress=lambda share: None) -> list:
+    return list(stream_answer(lm, q, settings, SCALE, BUDGET, progress))
 
 
 def assert_close(one: TraceRecord, other: TraceRecord) -> None:

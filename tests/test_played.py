@@ -175,7 +175,7 @@ def test_the_ones_unused_longest_go(tape: type[Tape], monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MOST", 2)
     for name in ("a", "b", "a", "c"):
         played(lm, name, torch.clone, torch.zeros(1))
-    assert [key[0] for key in lm.kept[NAME]] == ["a", "c"]
+    assert [key[0] for key in lm.cache[NAME]] == ["a", "c"]
 
 
 # ---- editors
@@ -192,11 +192,11 @@ def assert_equal(found: Sequence[Edit], wanted: Sequence[Edit]) -> None:
         for name, change in right.changes.items():
             gap = (one.changes[name].matrix() - change.matrix()).norm()
             assert gap < 1e-4 * change.matrix().norm()
-        assert one.health is not None
-        assert right.health is not None
-        for name, figure in right.health.to_dict().items():
+        assert one.checks is not None
+        assert right.checks is not None
+        for name, figure in right.checks.to_dict().items():
             if figure is not None:
-                assert one.health.to_dict()[name] == pytest.approx(figure, rel=1e-4)
+                assert one.checks.to_dict()[name] == pytest.approx(figure, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -213,7 +213,7 @@ def test_rome_by_played_passes(
     found = edits(lm, rome, FACTS)
     assert tape.played >= 5
     monkeypatch.undo()
-    lm.kept.clear()
+    lm.cache.clear()
     assert_equal(found, edits(lm, rome, FACTS))
 
 
@@ -224,11 +224,11 @@ def test_learned_editors_by_played_passes(
 ) -> None:
     lm = small(family)
     editor = EDITORS[method](weights=weights_of(lm, a_network(lm, method)))
-    lm.kept.clear()
+    lm.cache.clear()
     found = edits(lm, editor, FACTS)
     assert tape.played >= 3
     monkeypatch.undo()
-    lm.kept.clear()
+    lm.cache.clear()
     assert_equal(found, edits(lm, editor, FACTS))
 
 
@@ -243,12 +243,12 @@ def test_the_text_is_read_under_each_edit_of_its_own(tape: type[Tape]) -> None:
             for rank in (1, 1, 1, 3, 5, 2, 40)
         ]
     ]  # fmt: skip
-    found = [with_checks(lm, [edit])[0].health for edit in made]
+    found = [with_checks(lm, [edit])[0].checks for edit in made]
     assert tape.played == 2  # rank 1 for the third time, and up to 8 for the third time
     for edit, seen in zip(made, found, strict=True):
         assert seen is not None
-        plain = replace(edit, health=None)
+        plain = replace(edit, checks=None)
         with plain.applied(lm, force=True):
-            now = with_checks(lm, [plain])[0].health
+            now = with_checks(lm, [plain])[0].checks
         assert now is not None
         assert seen.perplexity_after == pytest.approx(now.perplexity_before, rel=1e-4)

@@ -226,9 +226,9 @@ def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
 
 def test_settings_become_words() -> None:
     settings = {"kind": ["states", "mlp"], "no-stats": True, "gradients": False, "prompt": "A b",
-                "rate": 5e-4}  # fmt: skip
+                "lr": 5e-4}  # fmt: skip
     assert flag_words(settings, "trace") == [
-        "A b", "--kind", "states", "--kind", "mlp", "--no-stats", "--rate", "0.0005",
+        "A b", "--kind", "states", "--kind", "mlp", "--no-stats", "--lr", "0.0005",
     ]  # fmt: skip
 
 

@@ -30,10 +30,10 @@ FACTS = [
 ]
 PREFIXES = ("The Nile flows. ", "Light travels at 100 degrees and so. ")
 DEFAULT = Rome()
-FEW = ValueSearch(steps=5, rate=0.1, decay=1e-3, clamp=50.0)
+FEW = ValueSearch(steps=5, lr=0.1, weight_decay=1e-3, clamp=50.0)
 
 
-AS_CODED = replace(FEW, essence_at="place", decay_form="paper")
+AS_CODED = replace(FEW, kl_position="place", weight_decay_form="paper")
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"base": PAPER, "search": AS_CODED},
     "r-rome": {"base": R_ROME, "search": AS_CODED},
@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clamp": {"search": replace(FEW, clamp=0.3)},
     "stop": {"search": replace(FEW, stop=5.0, steps=12)},
     "one step": {"search": replace(FEW, steps=1)},
-    "essence": {"search": replace(FEW, essence=1.0)},
+    "kl_weight": {"search": replace(FEW, kl_weight=1.0)},
 }
 
 
@@ -115,7 +115,7 @@ def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
     unstopped = rome_on(lm).rome.each(lm, FACTS)
     stop = sorted(edit.settings["losses"][0][3] for edit in unstopped)[0] + 1e-3
     rome = rome_on(lm, search=replace(FEW, stop=stop)).rome
-    together = replace(rome, at_once=3).each(lm, FACTS)
+    together = replace(rome, facts_per_pass=3).each(lm, FACTS)
     assert len({len(edit.settings["losses"][0]) for edit in together}) > 1
     for fact, edit in zip(FACTS, together, strict=True):
         alone = rome(lm, [fact])
@@ -216,22 +216,22 @@ def test_the_layer_can_come_from_a_trace() -> None:
     rome = Rome(layer="auto", prefixes=(), second_moment="identity", search=FEW)
     edit = rome(lm, FACTS[:1])
     assert edit.settings["layer"] in range(lm.n_layers)
-    assert edit.places == (f"transformer.h.{edit.settings['layer']}.mlp.c_proj.weight",)
-    assert [e.places for e in rome.each(lm, FACTS[:1])] == [edit.places]
+    assert edit.changed_weights == (f"transformer.h.{edit.settings['layer']}.mlp.c_proj.weight",)
+    assert [e.changed_weights for e in rome.each(lm, FACTS[:1])] == [edit.changed_weights]
 
 
 def test_guard_rails_are_measured() -> None:
     lm = text_lm("gpt2")
     edit = rome_on(lm).rome(lm, FACTS[:1])
-    assert edit.health is not None
+    assert edit.checks is not None
     (name,), (change,) = edit.changes.keys(), edit.changes.values()
     weight = lm.model.get_parameter(name)
-    assert edit.health.update_norm == pytest.approx(
+    assert edit.checks.update_norm == pytest.approx(
         (change.matrix().norm() / weight.norm()).item(), rel=1e-4
     )
-    assert 0 < (edit.health.division_factor or 0) <= 1
-    assert edit.health.perplexity_before > 1
-    assert edit.health.perplexity_after != edit.health.perplexity_before
+    assert 0 < (edit.checks.division_factor or 0) <= 1
+    assert edit.checks.perplexity_before > 1
+    assert edit.checks.perplexity_after != edit.checks.perplexity_before
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_guard_rails_are_measured() -> None:
         ({}, [replace(FACTS[0], target=" ")], BadFact, "empty"),
         ({"layer": 3}, FACTS[:1], BadSetting, "3 layers, 0 to 2"),
         ({"layer": 0}, FACTS[:1], BadStats, "layer 1"),
-        ({"search": replace(FEW, rate=1e6, clamp=math.inf)}, FACTS[:1], NoProgress, "by step"),
+        ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], NoProgress, "by step"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_named(
@@ -278,7 +278,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
 def test_progress_adds_up_to_one() -> None:
     lm = text_lm("gpt2")
     shares: list[float] = []
-    rome_on(lm).rome.each(lm, FACTS, done=shares.append)
+    rome_on(lm).rome.each(lm, FACTS, progress=shares.append)
     assert sum(shares) == pytest.approx(1)
     assert len(shares) > 3
 
@@ -293,4 +293,4 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
     after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
     assert after[0].first > 0.9
     assert after[1].top == " Paris"
-    assert family_of(default_model.model) is default_model.arch
+    assert family_of(default_model.model) is default_model.family

@@ -256,7 +256,9 @@ def test_edits_are_bounded_and_the_first_visitor_is_forgotten() -> None:
     visitors = Sessions(ServerLimits(visitors=2, edits=1))
     fact = Fact(subject=TOWER, prompt="{} is in", target="Rome")
     edit = Edit(changes={}, model="m", fingerprint="f", method="rome", facts=(fact,))
-    record = EditRecord(fact=fact, true=None, model="m", method="rome", places=(), prompts=())
+    record = EditRecord(
+        fact=fact, true=None, model="m", method="rome", changed_weights=(), prompts=()
+    )
     for name in ("a", "b", "c"):
         visitors.keep(name, edit, record, {})
     assert [len(visitors.edits(name)) for name in ("a", "b", "c")] == [0, 1, 1]

@@ -60,7 +60,7 @@ def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPa
     wanted, wanted_slope, apart = losses()
     assert not apart
     monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
-    lm.kept.clear()
+    lm.cache.clear()
     found, slope, apart = losses()
     assert torch.allclose(found, wanted, rtol=1e-5)
     assert (slope - wanted_slope).abs().max() < 1e-4 * wanted_slope.abs().max()
@@ -72,7 +72,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
 
     def apart() -> bool:
-        lm.kept.clear()
+        lm.cache.clear()
         return prepare_search(
             lm, [edit_request(lm, FACTS[2])], 0, "mlp", "subject-last", FEW
         ).problem.apart

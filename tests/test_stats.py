@@ -129,7 +129,9 @@ def test_products_of_any_width(width: int) -> None:
 def test_stops_at_the_tokens_asked_for() -> None:
     lm = tiny("gpt2")
     seen: list[int] = []
-    found = collect(lm, [1], random_windows(9), tokens=3 * LENGTH + 1, rows=2, done=seen.append)[0]
+    found = collect(
+        lm, [1], random_windows(9), tokens=3 * LENGTH + 1, rows=2, progress=seen.append
+    )[0]
     assert found.tokens == sum(seen) == 4 * LENGTH
     assert apart(found.matrix, plain(lm, random_windows(9)[:4], 1)) < 1e-5
 
@@ -219,7 +221,7 @@ def test_a_broken_run_goes_on_to_the_same_result(
             collect(lm, [0, 2], breaks(after), partial=path, every=0.0, **how)
         assert path.is_file()
     seen: list[int] = []
-    resumed = collect(lm, [0, 2], texts, partial=path, every=0.0, done=seen.append, **how)
+    resumed = collect(lm, [0, 2], texts, partial=path, every=0.0, progress=seen.append, **how)
     assert seen[0] == 150 * LENGTH
     for one, other in zip(resumed, unbroken, strict=True):
         assert torch.equal(one.matrix, other.matrix)

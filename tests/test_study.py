@@ -105,7 +105,7 @@ def test_only_shared_cases_with_texts_are_compared() -> None:
 
 def test_after_a_sequence_the_last_texts_are_taken() -> None:
     late = [
-        case(i, "rome", protocol="sequential", step=i, moment="end",
+        case(i, "rome", protocol="sequential", step=i, phase="end",
              after=CaseScores(texts=("the end",)))
         for i in range(2)
     ]  # fmt: skip

@@ -101,29 +101,29 @@ def test_prefixes_of_knowledge_neurons(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "bound", "same"),
+    ("method", "max_change", "same"),
     [("ft", "0.01", "ft-l"), ("ft-l", "none", "ft"), ("attn", "0.01", "attn")],
 )
 def test_with_a_bound_it_is_ft_l_and_without_one_ft(
-    method: str, bound: str, same: str, run: Run, tmp_path: Path
+    method: str, max_change: str, same: str, run: Run, tmp_path: Path
 ) -> None:
-    words = ("--method", method, "--layers", 1, "--bounds", bound, "--limit", 2)
+    words = ("--method", method, "--layers", 1, "--max-changes", max_change, "--limit", 2)
     assert run("sweep", *words, "--out", "sweep").code == 0
-    more = () if bound == "none" else ("--bound", bound)
+    more = () if max_change == "none" else ("--max-change", max_change)
     alone = ("--method", same, "--layer", 1, *more, "--length", 0, "--limit", 2)
     assert run("evaluate", *alone, "--out", "alone").code == 0
     (point,) = (tmp_path / "sweep" / "points").iterdir()
-    assert point.name == f"layer-01,bound-{bound}"
+    assert point.name == f"layer-01,max-change-{max_change}"
     assert lines(point) == lines(tmp_path / "alone")
     assert lines(point)[0].method == same
 
 
 def test_attention_can_be_edited_without_a_bound(run: Run, tmp_path: Path) -> None:
-    words = ("--method", "attn", "--layers", "1", "--bounds", "1e-9,none", "--limit", 2)
+    words = ("--method", "attn", "--layers", "1", "--max-changes", "1e-9,none", "--limit", 2)
     assert run("sweep", *words, "--out", "sweep").code == 0
     tight, free = read_sweep(tmp_path / "sweep").points
-    assert tight.settings["bound"] == 1e-9
-    assert free.settings["bound"] == "none"
+    assert tight.settings["max_change"] == 1e-9
+    assert free.settings["max_change"] == "none"
     assert tight.summary != free.summary
 
 
@@ -188,7 +188,7 @@ class Killed(BaseException):
 def test_a_sweep_that_broke_off_goes_on_to_the_same_records(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--method", "ft", "--layers", "0-2", "--bounds", "0.01,none")
+    words = ("--method", "ft", "--layers", "0-2", "--max-changes", "0.01,none")
     assert run("sweep", *words, "--out", "whole").code == 0
     append, count = RunFolder.append, iter(range(1, 1000))
 
@@ -295,8 +295,8 @@ def a_sweep(grid: dict[str, list[Any]], **more: Any) -> Sweep:
 
 GRIDS: list[dict[str, list[Any]]] = [
     {"layer": [0, 5, 17], "token": TOKENS.split(",")},
-    {"layer": list(range(48)), "bound": [1e-3, 1e-4, "none"]},
-    {"layer": [33], "bound": [1e-3, 1e-4, "none"]},
+    {"layer": list(range(48)), "max_change": [1e-3, 1e-4, "none"]},
+    {"layer": [33], "max_change": [1e-3, 1e-4, "none"]},
     {"prefix_lengths": ["none", "5x10,10x10"]},
     {"token": ["last"]},
 ]
@@ -324,7 +324,7 @@ def test_every_grid_has_a_figure_with_its_lines(grid: dict[str, Any], tmp_path: 
 
 def test_lines_are_across_the_layer_or_whatever_has_several_values() -> None:
     assert [a_sweep(grid).across for grid in GRIDS] == [
-        "layer", "layer", "bound", "prefix_lengths", "token"
+        "layer", "layer", "max_change", "prefix_lengths", "token"
     ]  # fmt: skip
     assert [len(a_sweep(grid).lines) for grid in GRIDS] == [4, 3, 1, 1, 1]
     assert a_sweep(GRIDS[2]).fixed == {"layer": 33}
@@ -350,10 +350,14 @@ def test_nothing_scored_is_nothing_to_report(tmp_path: Path) -> None:
 
 
 def test_points_have_names_of_their_own() -> None:
-    grid = {"layer": [3], "bound": [1e-4, 5e-4, "none"], "prefix_lengths": ["none", "5x10,10x10"]}
+    grid = {
+        "layer": [3],
+        "max_change": [1e-4, 5e-4, "none"],
+        "prefix_lengths": ["none", "5x10,10x10"],
+    }
     names = [point_name(where) for where in grid_points(grid)]
-    assert names[0] == "layer-03,bound-0.0001,prefix-lengths-none"
-    assert names[-1] == "layer-03,bound-none,prefix-lengths-5x10-10x10"
+    assert names[0] == "layer-03,max-change-0.0001,prefix-lengths-none"
+    assert names[-1] == "layer-03,max-change-none,prefix-lengths-5x10-10x10"
     assert len(set(names)) == 6
 
 
@@ -367,11 +371,11 @@ def test_points_have_names_of_their_own() -> None:
         (("--tokens", " , "), "--tokens names nothing"),
         (("--tokens", "middle"), "--tokens 'middle' is not one of"),
         (("--layers", "five"), "'five' is no number"),
-        (("--bounds", "1e-4"), "rome has no --bounds"),
+        (("--max-changes", "1e-4"), "rome has no --max-changes"),
         (("--method", "ft", "--tokens", "last"), "ft has no --tokens"),
         (("--method", "ft", "--prefix-lengths", "none"), "ft has no --prefix-lengths"),
-        (("--method", "ft", "--bounds", "wide"), "the bound 'wide' is no number"),
-        (("--method", "ft", "--bounds", "0"), "above 0"),
+        (("--method", "ft", "--max-changes", "wide"), "the bound 'wide' is no number"),
+        (("--method", "ft", "--max-changes", "0"), "above 0"),
         (("--method", "memit", "--layers", "0-2"), "memit spreads over several layers"),
         (("--prefix-lengths", "5by10"), "TOKENSxCOUNT"),
         (("--layers", "0", "--batch-size", 2), "--batch-size goes with"),

@@ -37,7 +37,7 @@ def worded() -> LM:
     """A tiny model with a real tokenizer."""
     words = tokenizer("llama")
     model = tiny_model("llama", vocabulary=len(words))
-    return LM(model=model, tokenizer=words, arch=family_of(model), name="worded")
+    return LM(model=model, tokenizer=words, family=family_of(model), name="worded")
 
 
 def by_fact(records) -> dict[Fact, TraceRecord]:
@@ -63,7 +63,7 @@ def test_many_at_once_are_as_one_by_one(worded: LM, monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_fact_is_recorded_without_a_trace(worded: LM) -> None:
     heard: list[int] = []
-    records = by_fact(trace_many(worded, FACTS, QUICK, done=heard.append))
+    records = by_fact(trace_many(worded, FACTS, QUICK, progress=heard.append))
     assert sum(heard) == len(FACTS)
     unknown = records[FACTS[3]]
     assert not unknown.known
@@ -142,7 +142,7 @@ def test_other_errors_are_not_taken_for_lack_of_memory(
 def test_progress_within_a_trace_adds_up_to_one(worded: LM) -> None:
     shares: list[float] = []
     settings = replace(QUICK, sever=("mlp",), sever_rows="last_subject")
-    trace(worded, FACTS[0], settings, done=shares.append)
+    trace(worded, FACTS[0], settings, progress=shares.append)
     assert sum(shares) == pytest.approx(1)
     assert min(shares) >= 0
 
@@ -156,7 +156,7 @@ def test_a_model_held_by_accelerate_is_traced_the_same(worded: LM) -> None:
             add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
     for block in held.model.layers:
         add_hook_to_module(block, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    lm = LM(model=held, tokenizer=worded.tokenizer, arch=worded.arch, name="worded")
+    lm = LM(model=held, tokenizer=worded.tokenizer, family=worded.family, name="worded")
     same(trace(lm, FACTS[0], QUICK), trace(worded, FACTS[0], QUICK))
 
 

@@ -46,7 +46,7 @@ from commands import Run, reported_without_torch, runner, saved_model
 from processes import begun
 
 EDITORS = {"mend": Mend, "ke": Ke}
-DESIGNS = {"mend": (("rank", 8), ("rate", 1e-3)), "ke": (("lstm", 8), ("condition", 8))}
+DESIGNS = {"mend": (("rank", 8), ("lr", 1e-3)), "ke": (("lstm", 8), ("condition", 8))}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quick(method: str = "mend", **settings: Any) -> Training:
     own = {"method": method, "design": DESIGNS[method], "batch": 4, "every": 5, "held_out": 6}
-    return Training(**{**own, "rate": 3e-3, "warm_up": 2, **settings})
+    return Training(**{**own, "lr": 3e-3, "warm_up": 2, **settings})
 
 
 def a_run(model: Path, data: Path, **fields: Any) -> TrainRun:
@@ -270,7 +270,7 @@ def test_a_run_leaves_weights_that_edit(lm: LM, model: Path, data: Path, tmp_pat
     shares: list[float] = []
     seen: list[TrainingRecord] = []
     folder = run.begin(lm, tmp_path / "run")
-    path = run.go_on(lm, folder, done=shares.append, seen=seen.append)
+    path = run.go_on(lm, folder, progress=shares.append, seen=seen.append)
     assert sum(shares) == pytest.approx(1)
     assert [r.step for r in seen] == [0, 5, 10, 12]
     assert folder.training_records() == seen
@@ -294,8 +294,8 @@ def test_a_finished_run_goes_on_with_more_steps(
     there = parts.read_bytes()
     long.go_on(lm, long.begin(lm, tmp_path / "parts"))
     assert parts.read_bytes() == there
-    other = a_run(model, data, training=quick(rate=1e-3))
-    with pytest.raises(WrongRun, match="rate"):
+    other = a_run(model, data, training=quick(lr=1e-3))
+    with pytest.raises(WrongRun, match="lr"):
         other.begin(lm, tmp_path / "parts")
 
 
@@ -383,7 +383,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
 def test_training_stops_where_it_gets_no_better(
     lm: LM, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    still = quick(rate=1e-12, design=(("rank", 8), ("rate", 1e-12)), every=2, patience=3)
+    still = quick(lr=1e-12, design=(("rank", 8), ("lr", 1e-12)), every=2, patience=3)
     run = a_run(model, data, training=still, steps=1000)
     folder = run.begin(lm, tmp_path / "run")
     run.go_on(lm, folder)
@@ -401,7 +401,7 @@ def test_minutes_bound_training(lm: LM, model: Path, data: Path, tmp_path: Path)
     ("settings", "words"),
     [
         ({"batch": 1}, "batch is 1"),
-        ({"rate": 0.0}, "rate is 0"),
+        ({"lr": 0.0}, "lr is 0"),
         ({"design": (("depth", 3),)}, "no 'depth'"),
     ],
 )
@@ -419,7 +419,7 @@ def test_how_long_must_be_said(model: Path, data: Path) -> None:
 
 # ---- what is told of it
 
-SPEC = {"model": "m", "source": {"data": "zsre"}, "training": {"method": "ke", "rate": 0.25}}
+SPEC = {"model": "m", "source": {"data": "zsre"}, "training": {"method": "ke", "lr": 0.25}}
 
 
 def a_look(step: int, loss: float) -> TrainingRecord:
@@ -440,7 +440,7 @@ def test_the_best_look_is_marked() -> None:
     assert list(map(str, rows[2])) == ["24690", "2469", "2.5", "75.0", "50.0", "75.0", "0"]
     page = training_page(course)
     for words in ("KE trained on zsRE, m, 49380 steps", '<td class="number best">2.5</td>',
-                  "<dt>best step</dt><dd>24690</dd>", "<td>training.rate</td>"):  # fmt: skip
+                  "<dt>best step</dt><dd>24690</dd>", "<td>training.lr</td>"):  # fmt: skip
         assert words in page
     values = json.loads(json.dumps(training_values(course), allow_nan=False))
     assert (values["best"]["step"], values["looks"][0]["loss"]) == (24_690, None)

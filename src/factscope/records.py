@@ -162,7 +162,7 @@ class CaseRecord:
     method: str
     """Of the edit; "none" for the model as it is."""
     protocol: Protocol = "single"
-    moment: Phase = "edit"
+    phase: Phase = "edit"
     step: int | None = None
     """Which edit of a sequence or which batch it was, from 0."""
     before: CaseScores | None = None
@@ -171,7 +171,7 @@ class CaseRecord:
     """The edited model's; None where the edit failed."""
     error: str | None = None
     """Why there is no edit."""
-    health: Mapping[str, Any] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
     """The guard rails of the edit, as in an `EditRecord`."""
 
     @property
@@ -270,11 +270,11 @@ class EditRecord:
     """The old object: the true one where it was given, else what the model said before."""
     model: str
     method: str
-    places: tuple[ChangedWeight, ...]
+    changed_weights: tuple[ChangedWeight, ...]
     prompts: tuple[PromptScores, ...]
     """The fact's own prompt first, then paraphrases, then neighbours."""
     generations: tuple[Generation, ...] = ()
-    health: Mapping[str, Any] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
     """The guard rails: figures, their limits and the complaints; empty where not measured. A
     figure that is not finite is None."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -305,9 +305,9 @@ class EditRecord:
                 **{
                     **fields,
                     "fact": Fact(**fields["fact"]),
-                    "places": tuple(
+                    "changed_weights": tuple(
                         ChangedWeight(**{**place, "shape": tuple(place["shape"])})
-                        for place in fields["places"]
+                        for place in fields["changed_weights"]
                     ),
                     "prompts": tuple(map(_prompt_scores, fields["prompts"])),
                     "generations": tuple(Generation(**g) for g in fields["generations"]),

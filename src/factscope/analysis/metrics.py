@@ -136,7 +136,7 @@ class Summary:
     data: str
     method: str
     protocol: Protocol = "single"
-    moment: Phase = "edit"
+    phase: Phase = "edit"
     cases: int
     """How many were tried."""
     failed: int = 0
@@ -230,7 +230,7 @@ def grouped(records: Iterable[CaseRecord], key: Callable) -> dict[tuple, list[Ca
 
 def setting_of(record: CaseRecord) -> tuple[str, Protocol, Phase]:
     """What tells the rows of a table apart."""
-    return record.method, record.protocol, record.moment
+    return record.method, record.protocol, record.phase
 
 
 def summary_of(records: Sequence[CaseRecord]) -> Summary:
@@ -245,7 +245,7 @@ def summary_of(records: Sequence[CaseRecord]) -> Summary:
         data=first.data,
         method=first.method,
         protocol=first.protocol,
-        moment=first.moment,
+        phase=first.phase,
         cases=len(records),
         failed=len(records) - len(done),
         metrics=measured({**averages(after), "drawdown": estimate(lost, ddof=0)}),

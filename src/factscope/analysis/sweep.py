@@ -14,7 +14,7 @@ from factscope.analysis.metrics import Summary
 
 __all__ = ["AXES", "NO_BOUND", "Line", "Point", "Setting", "Sweep", "SweepGrid", "grid_points"]
 
-AXES = ("layer", "token", "bound", "prefix_lengths")
+AXES = ("layer", "token", "max_change", "prefix_lengths")
 """What can be swept, in the order in which points are named."""
 NO_BOUND = "none"
 """The value of an axis that says: none at all."""

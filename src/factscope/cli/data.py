@@ -147,7 +147,7 @@ def find_known(
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype)
     with progress("asking", len(asked)) as done:
-        found = list(find_known_facts(lm, asked, tokens=tokens, done=done))
+        found = list(find_known_facts(lm, asked, tokens=tokens, progress=done))
     write_atomic(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
     if json:
         print_json({"asked": len(asked), "known": len(found), "file": str(out)})

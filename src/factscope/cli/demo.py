@@ -71,7 +71,7 @@ def _trace(lm: "LM") -> "TraceRecord":
 
     fact = Fact(subject=SUBJECT, prompt=PROMPT, target="Paris")
     with working(f"tracing {fact.text!r}") as done:
-        return trace(lm, fact, Tracing(sever=("mlp", "attn")), done=done)
+        return trace(lm, fact, Tracing(sever=("mlp", "attn")), progress=done)
 
 
 def _edit(lm: "LM") -> "tuple[Edit, EditRecord]":

@@ -61,9 +61,9 @@ def write(
     ridge: flags.Ridge = None,
     seed: flags.Seed = None,
     steps: flags.Steps = None,
-    rate: flags.Rate = None,
+    lr: flags.Rate = None,
     clamp: flags.Clamp = None,
-    bound: flags.Bound = None,
+    max_change: flags.Bound = None,
     neurons: flags.Neurons = None,
     threshold: flags.Threshold = None,
     share: flags.Share = None,
@@ -85,8 +85,9 @@ def write(
         method,
         preset,
         {
-            "layer": layer, "token": token, "seed": seed, "steps": steps, "rate": rate,
-            "clamp": clamp, "bound": bound, "ridge": ridge, "weights": weights, "scale": scale,
+            "layer": layer, "token": token, "seed": seed, "steps": steps, "lr": lr,
+            "clamp": clamp, "max_change": max_change, "ridge": ridge, "weights": weights,
+            "scale": scale,
             "second_moment": flags.second_moment_of(stats, no_stats),
             **flags.prefixes_of(prefixes, prefix_lengths),
             **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
@@ -194,13 +195,13 @@ def made_safely(
     editor = with_statistics(lm, editor, facts)
     what = repr(facts[0].text) if len(facts) == 1 else f"{len(facts)} facts"
     with working(f"editing {what}") as done:
-        made = editor(lm, facts, done=done)
-    if made.health is None:
+        made = editor(lm, facts, progress=done)
+    if made.checks is None:
         [made] = with_checks(lm, [made])
-    assert made.health is not None
+    assert made.checks is not None
     if not force:
-        made.health.refuse()
-    for complaint in made.health.complaints():
+        made.checks.refuse()
+    for complaint in made.checks.complaints():
         notes.print(f"beyond the guard rails: {complaint}", style="bold red", soft_wrap=True)
     return made
 

@@ -66,11 +66,11 @@ def _measured(lm: "LM", total: "Edit", *, force: bool) -> "Edit":
     """The edit with its guard rails, which a sum has not yet; refused beyond them."""
     from factscope.editing.checks import with_checks
 
-    if total.health is None:
+    if total.checks is None:
         with doing("measuring the guard rails"):
             [total] = with_checks(lm, [total])
-    if not force and total.health is not None:
-        total.health.refuse()
+    if not force and total.checks is not None:
+        total.checks.refuse()
     return total
 
 
@@ -105,8 +105,8 @@ def _facts(file: Path, edit: "Edit") -> dict[str, Any]:
         "file": str(file), "bytes": file.stat().st_size, "method": edit.method,
         "model": edit.model, "fingerprint": edit.fingerprint,
         "facts": [asdict(fact) for fact in edit.facts],
-        "places": [asdict(place) for place in changed_weights(edit)],
-        "health": checks_of(edit.health), "settings": dict(edit.settings),
+        "changed_weights": [asdict(place) for place in changed_weights(edit)],
+        "checks": checks_of(edit.checks), "settings": dict(edit.settings),
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _print(file: Path, edit: "Edit") -> None:
     for fact in edit.facts:
         results.print(f"  {_fact_words(fact)}", soft_wrap=True)
     results.print(places_table(changed_weights(edit)), soft_wrap=True)
-    results.print(rails_table(checks_of(edit.health)))
+    results.print(rails_table(checks_of(edit.checks)))
     results.print(settings_table(edit.settings))
 
 
@@ -152,12 +152,12 @@ def apply(
         rows = _scores(lm, files, edits, total)
         [total] = with_checks(lm, [total])
         said = continued(lm, total, prompt or [], tokens)
-    health = checks_of(total.health)
+    checks = checks_of(total.checks)
     if json:
         texts = [asdict(generation) for generation in said]
-        print_json({"model": lm.name, "facts": rows, "health": health, "texts": texts})
+        print_json({"model": lm.name, "facts": rows, "checks": checks, "texts": texts})
         return
-    _print_applied(rows, said, health, total)
+    _print_applied(rows, said, checks, total)
 
 
 def _scores(
@@ -185,7 +185,7 @@ def _scores(
 
 
 def _print_applied(
-    rows: list[dict[str, Any]], said: Sequence[Any], health: dict[str, Any], total: "Edit"
+    rows: list[dict[str, Any]], said: Sequence[Any], checks: dict[str, Any], total: "Edit"
 ) -> None:
     from factscope.report.terminal import applied_table, rails_table, side_by_side
 
@@ -193,8 +193,8 @@ def _print_applied(
     for generation in said:
         results.print(side_by_side(generation, [fact.target or "" for fact in total.facts]))
     results.print("all together:", style="dim")
-    results.print(rails_table(health))
-    for complaint in health["complaints"]:
+    results.print(rails_table(checks))
+    for complaint in checks["complaints"]:
         notes.print(f"beyond the guard rails: {complaint}", style="bold red", soft_wrap=True)
 
 

@@ -126,7 +126,7 @@ def editor_of(method: str, preset: str, said: dict[str, Any]) -> "Editor":
     if isinstance(made, HypernetEditor):
         made.trained  # noqa: B018 - says how to train it, before anything is loaded
     if made.method != method:  # pyright: ignore[reportAttributeAccessIssue]
-        raise BadSetting(f"with --bound this is ft-l; say --method ft-l instead of {method}")
+        raise BadSetting(f"with --max-change this is ft-l; say --method ft-l instead of {method}")
     return made
 
 

@@ -29,23 +29,23 @@ def each_with_statistics(
     """The same for several editors, or why one cannot be had; what is missing comes in one pass."""
     from factscope.stats.second_moment import find_moment
 
-    settled: list[Editor | FactscopeError] = []
+    resolve: list[Editor | FactscopeError] = []
     layers: set[int] = set()
     known: dict[Any, int] = {}
     for editor in editors:
         if getattr(editor, "second_moment", None) != "find":
-            settled.append(editor)
+            resolve.append(editor)
             continue
         try:
             made, mine = _settled(lm, editor, facts, known)
             layers |= set(mine)
-            settled.append(made)
+            resolve.append(made)
         except BadSetting as error:
-            settled.append(error)
+            resolve.append(error)
     missing = [layer for layer in sorted(layers) if find_moment(lm, layer) is None]
     if missing:
         _collect(lm, missing)
-    return settled
+    return resolve
 
 
 def _settled(
@@ -89,7 +89,7 @@ def _collect(lm: "LM", layers: Sequence[int]) -> None:
     partial = paths[0].with_name(paths[0].name + ".partial")
     with progress("statistics: tokens", tokens) as done:
         moments = collect(
-            lm, layers, written, tokens=tokens, corpus=corpus, partial=partial, done=done
+            lm, layers, written, tokens=tokens, corpus=corpus, partial=partial, progress=done
         )
     for moment, path in zip(moments, paths, strict=True):
         save_moment(moment, path)

@@ -85,8 +85,8 @@ def print_edit(record: "EditRecord") -> None:
         results.print()
         results.print(show.generations_table(record))
     results.print()
-    results.print(show.rails_table(record.health))
-    results.print(show.places_table(record.places), soft_wrap=True)
+    results.print(show.rails_table(record.checks))
+    results.print(show.places_table(record.changed_weights), soft_wrap=True)
 
 
 def warn(records: "Sequence[EditRecord]") -> None:
@@ -134,15 +134,17 @@ def tell_many(
     results.print(f"{made.method} on {made.model}: {len(records)} facts\n", style="bold")
     results.print(show.facts_table(records))
     results.print()
-    results.print(show.rails_table(records[0].health))
-    results.print(show.places_table(records[0].places), soft_wrap=True)
+    results.print(show.rails_table(records[0].checks))
+    results.print(show.places_table(records[0].changed_weights), soft_wrap=True)
     _print_file(made, out)
 
 
 def _summary(records: "Sequence[EditRecord]", out: Path | None, said: list[str]) -> dict[str, Any]:
     """What the facts share once, and each fact's prompts."""
     first = asdict(records[0])
-    shared = {name: first[name] for name in ("model", "method", "places", "health", "settings")}
+    shared = {
+        name: first[name] for name in ("model", "method", "changed_weights", "checks", "settings")
+    }
     own = ("fact", "true", "prompts")
     facts = [{name: asdict(record)[name] for name in own} for record in records]
     file = None if out is None else str(out)

@@ -50,9 +50,9 @@ def evaluate(
     ridge: flags.Ridge = None,
     prefix_seed: asked.PrefixSeed = None,
     steps: flags.Steps = None,
-    rate: flags.Rate = None,
+    lr: flags.Rate = None,
     clamp: flags.Clamp = None,
-    bound: flags.Bound = None,
+    max_change: flags.Bound = None,
     neurons: flags.Neurons = None,
     threshold: flags.Threshold = None,
     share: flags.Share = None,
@@ -69,7 +69,7 @@ def evaluate(
     editor = asked.editor_from(
         method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes,
         prefix_lengths=prefix_lengths, prefix_seed=prefix_seed, layer=layer, token=token,
-        steps=steps, rate=rate, clamp=clamp, bound=bound, ridge=ridge, weights=weights,
+        steps=steps, lr=lr, clamp=clamp, max_change=max_change, ridge=ridge, weights=weights,
         scale=scale, **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
     row = asked.row_name(editor, method, preset)
@@ -83,10 +83,10 @@ def evaluate(
     lm = worker.load(model, dtype, device_map)
     facts = [case.fact for case in file.cases]
     run = replace(run, editor=with_statistics(lm, editor, facts))
-    settled = replace(run, editor=run.editor.settled(lm))
+    resolve = replace(run, editor=run.editor.resolve(lm))
     folder = run.begin(lm, out)
-    with worker.crew(lm, settled) as crew, progress("evaluating", len(file.cases)) as done:
-        settled.go_on(lm, folder, file.cases, crew=crew, done=done)
+    with worker.crew(lm, resolve) as crew, progress("evaluating", len(file.cases)) as done:
+        resolve.go_on(lm, folder, file.cases, crew=crew, progress=done)
     tell(folder.case_records(), out, list(file.problems), json)
 
 

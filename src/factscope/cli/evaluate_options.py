@@ -79,7 +79,7 @@ class Worker:
             return
         from factscope.runs.ray import WorkerSetup, ray_executor
 
-        start = WorkerSetup(replace(run, editor=run.editor.settled(lm)), self.device)
+        start = WorkerSetup(replace(run, editor=run.editor.resolve(lm)), self.device)
         with ray_executor(start, run.protocol, address=self.address, workers=self.workers) as crew:
             yield crew
 

@@ -91,7 +91,7 @@ def collect(
     with progress("tokens", -(-tokens // part[1])) as done:
         moments = collect_moments(
             lm, layers, windows, tokens=tokens, rows=rows, corpus=corpus, shard=part,
-            until=until, partial=partial, done=done,
+            until=until, partial=partial, progress=done,
         )  # fmt: skip
     _save(moments, paths, packed)
     partial.unlink(missing_ok=True)

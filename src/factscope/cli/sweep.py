@@ -30,7 +30,7 @@ __all__ = ["sweep"]
 FLAGS = {
     "layer": "--layers",
     "token": "--tokens",
-    "bound": "--bounds",
+    "max_change": "--max-changes",
     "prefix_lengths": "--prefix-lengths",
 }
 """Axis → the flag that gives its values."""
@@ -47,7 +47,7 @@ def sweep(
         _axis("Where to write: subject-last, subject-first, after-subject, last.", "--tokens"),
     ] = None,
     bounds: Annotated[
-        str | None, _axis("Bounds of fine-tuning: 1e-4,5e-4,none.", "--bounds")
+        str | None, _axis("Bounds of fine-tuning: 1e-4,5e-4,none.", "--max-changes")
     ] = None,
     prefix_lengths: Annotated[
         str | None,
@@ -79,7 +79,7 @@ def sweep(
     ridge: flags.Ridge = None,
     prefix_seed: asked.PrefixSeed = None,
     steps: flags.Steps = None,
-    rate: flags.Rate = None,
+    lr: flags.Rate = None,
     clamp: flags.Clamp = None,
     neurons: flags.Neurons = None,
     threshold: flags.Threshold = None,
@@ -102,7 +102,7 @@ def sweep(
         raise BadSetting("give --prefixes FILE or --prefix-lengths, not both")
     editor = asked.editor_from(
         method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes, prefix_lengths=None,
-        prefix_seed=prefix_seed, steps=steps, rate=rate, clamp=clamp, ridge=ridge,
+        prefix_seed=prefix_seed, steps=steps, lr=lr, clamp=clamp, ridge=ridge,
         **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
     )  # fmt: skip
     _check_axes(method, editor, grid)
@@ -121,7 +121,7 @@ def sweep(
     points = _points(lm, settings, runs, [case.fact for case in file.cases])
     with progress(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
         swept.go_on(
-            lm, folder, points, file.cases, crews=lambda run: worker.crew(lm, run), done=done
+            lm, folder, points, file.cases, crews=lambda run: worker.crew(lm, run), progress=done
         )
     tell_sweep(folder, None, json)
 
@@ -159,7 +159,7 @@ def grid_of(
         for token in grid["token"]:
             flags.check_token(str(token), "--tokens")
     if bounds is not None:
-        grid["bound"] = [_bound(word.strip()) for word in bounds.split(",") if word.strip()]
+        grid["max_change"] = [_bound(word.strip()) for word in bounds.split(",") if word.strip()]
     if prefix_lengths is not None:
         groups = [word.strip() for word in prefix_lengths.split(";") if word.strip()]
         grid["prefix_lengths"] = [_lengths(parse_lengths(group)) for group in groups]
@@ -220,8 +220,8 @@ def _editor(editor: Any, settings: "Mapping[str, Setting]") -> Any:
     from factscope.editing.contexts import parse_lengths
 
     said: dict[str, Any] = dict(settings)
-    if said.get("bound") == NO_BOUND:
-        said["bound"] = None
+    if said.get("max_change") == NO_BOUND:
+        said["max_change"] = None
     if "prefix_lengths" in said:
         said["prefix_lengths"] = parse_lengths(said["prefix_lengths"])
     return replace(editor, **said)

@@ -102,7 +102,7 @@ def _one(
     from factscope.tracing.trace import trace as trace_one
 
     with working(f"tracing {fact.text!r}") as done:
-        record = trace_one(lm, fact, settings, memory=memory, done=done)
+        record = trace_one(lm, fact, settings, memory=memory, progress=done)
     if out is None and not json:
         out = Path("traces") / f"{_slug(fact.text)}.png"
     drawn = [] if out is None else draw(record, out)
@@ -136,7 +136,7 @@ def _many(
         notes.print(f"left out: {problem}", soft_wrap=True)
     folder = run.begin(lm, out)
     with progress("tracing", len(readable.facts)) as done:
-        run.go_on(lm, folder, readable.facts, memory=memory, done=done)
+        run.go_on(lm, folder, readable.facts, memory=memory, progress=done)
     records = folder.records()
     known = sum(record.known for record in records)
     if json:

@@ -58,7 +58,7 @@ def train(
         _learning("Layers whose MLPs are edited, as 27-29; the last three.", "--layer", "-l"),
     ] = None,
     rank: Annotated[int | None, _learning("Rank of MEND's layers.", min=1)] = None,
-    rate: Annotated[float | None, _learning("Adam's learning rate.")] = None,
+    lr: Annotated[float | None, _learning("Adam's learning rate.")] = None,
     batch: Annotated[int | None, _learning("Edits a step.")] = None,
     edit_weight: Annotated[float | None, _learning("What the edits' loss counts.")] = None,
     local_weight: Annotated[float | None, _learning("What changes elsewhere count.")] = None,
@@ -85,7 +85,7 @@ def train(
     if steps is None and minutes is None:
         minutes = MINUTES
     said = {
-        "rate": rate, "batch": batch, "edit_weight": edit_weight, "local_weight": local_weight,
+        "lr": lr, "batch": batch, "edit_weight": edit_weight, "local_weight": local_weight,
         "held_out": held_out, "every": every, "patience": patience,
     }  # fmt: skip
     training = Training(
@@ -108,7 +108,7 @@ def train(
         notes.print(_line(record), soft_wrap=True)
 
     with working(f"training {method}") as done:
-        weights = run.go_on(lm, folder, trainer, done=done, seen=seen)
+        weights = run.go_on(lm, folder, trainer, progress=done, seen=seen)
     _tell(TrainingCurve.of(folder.spec(), folder.training_records()), weights, json)
 
 

@@ -65,7 +65,7 @@ def weight_of(lm: "LM", name: str) -> nn.Parameter:
         ) from error
     if weight.is_meta:
         raise BadEdit(f"{name} is not in memory (offloaded); load the model without offloading")
-    names = lm.kept.setdefault("weights by their one name", {})
+    names = lm.cache.setdefault("weights by their one name", {})
     if names.get(name) is not weight:
         known = next(other for other, found in lm.model.named_parameters() if found is weight)
         if known != name:
@@ -78,7 +78,7 @@ def is_transposed(lm: "LM", name: str) -> bool:
     """Whether a weight is stored as (key, value), as GPT-2's Conv1D does, not its embeddings."""
     owner = lm.model.get_submodule(name.rpartition(".")[0])
     matrix = lm.model.get_parameter(name).dim() == 2
-    return lm.arch.transposed and matrix and not isinstance(owner, nn.Linear | nn.Embedding)
+    return lm.family.transposed and matrix and not isinstance(owner, nn.Linear | nn.Embedding)
 
 
 @torch.no_grad()

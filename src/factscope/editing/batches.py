@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from factscope.editing.contexts import EditRequest
-from factscope.editing.editor import Progress
 from factscope.errors import OutOfMemory
 from factscope.lm.memory import Budget, is_out_of_memory
+from factscope.progress import NestedProgress, Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["NestedProgress", "retry_smaller", "run_in_batches", "solve_in_batches"]
+__all__ = ["retry_smaller", "run_in_batches", "solve_in_batches"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -30,13 +29,13 @@ def solve_in_batches(
     layer: int,
     solve: Callable[[Sequence[EditRequest], Progress], Sequence[T]],
     *,
-    at_once: int | None,
-    done: Progress,
+    facts_per_pass: int | None,
+    progress: Progress,
 ) -> list[T]:
     """Solve every request, those of like length together; results in the order of the requests."""
     order = sorted(range(len(requests)), key=lambda i: _slots(requests[i]))
-    size = at_once or _even(len(requests), _at_once(lm, requests, layer))
-    results = run_in_batches([requests[i] for i in order], size, solve, done)
+    size = facts_per_pass or _even(len(requests), _at_once(lm, requests, layer))
+    results = run_in_batches([requests[i] for i in order], size, solve, progress)
     by_number = dict(zip(order, results, strict=True))
     return [by_number[i] for i in range(len(requests))]
 
@@ -45,16 +44,16 @@ def run_in_batches(
     items: Sequence[S],
     size: int,
     solve: Callable[[Sequence[S], Progress], Sequence[T]],
-    done: Progress,
+    progress: Progress,
 ) -> list[T]:
     """Solve in batches of a size, halved whenever memory runs out."""
     results: list[T] = []
-    progress = NestedProgress(done)
+    nested = NestedProgress(progress)
 
     def solve_next(size: int) -> Sequence[T]:
         begin = len(results)
         some = items[begin : begin + size]
-        return solve(some, progress.within(begin / len(items), len(some) / len(items)))
+        return solve(some, nested.within(begin / len(items), len(some) / len(items)))
 
     while len(results) < len(items):
         more, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
@@ -79,27 +78,6 @@ def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
         # Only here, past the error, is what the failed attempt held free.
         torch.cuda.empty_cache()
         size //= 2
-
-
-@dataclass
-class NestedProgress:
-    """Tells how far the work is, and nothing twice where a part of it is done again."""
-
-    done: Progress
-    told: float = 0.0
-
-    def within(self, start: float, length: float) -> Progress:
-        """What a part of the work, from a share of it on, tells its own shares to."""
-        reached = start
-
-        def done(share: float) -> None:
-            nonlocal reached
-            reached += share * length
-            if reached > self.told:
-                self.done(reached - self.told)
-                self.told = reached
-
-        return done
 
 
 def _even(items: int, most: int) -> int:

@@ -60,7 +60,7 @@ def with_checks(
         for perplexity in _perplexities(lm, asked[i : i + AT_ONCE])
     ]
     return [
-        replace(edit, health=measure_checks(lm, edit, before, perplexity, factor))
+        replace(edit, checks=measure_checks(lm, edit, before, perplexity, factor))
         for edit, factor, perplexity in zip(edits, factors, after, strict=True)
     ]
 

@@ -129,7 +129,7 @@ class Known:
     """A method's layer and bound in one model."""
 
     layer: int
-    bound: float | None
+    max_change: float | None
     """The most that an entry of the weight may change by; None without a bound."""
     source: str
     """Where these come from."""
@@ -140,7 +140,7 @@ class Known:
 
     def bound_for(self, spread: float) -> float | None:
         """The bound for a weight whose entries have this standard deviation."""
-        return self.bound
+        return self.max_change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class ByDepth:
         return None if self.spreads is None else self.spreads * spread
 
 
-def _published(file: str, layer: int, bound: float | None) -> Known:
-    return Known(layer=layer, bound=bound, source=f"kmeng01/rome, hparams/FT/{file}.json")
+def _published(file: str, layer: int, max_change: float | None) -> Known:
+    return Known(layer=layer, max_change=max_change, source=f"kmeng01/rome, hparams/FT/{file}.json")
 
 
 FINETUNE_DEFAULTS = "chosen on CounterFact cases apart from those reported (docs/results.md)"
@@ -181,9 +181,9 @@ KNOWN: dict[tuple[str, int, int], dict[Method, Known]] = {
         "ft-l": _published("EleutherAI_gpt-j-6B_constr", 0, 5e-5),
     },
     ("llama", 30, 576): {
-        "ft": Known(layer=0, bound=None, source=FINETUNE_DEFAULTS),
-        "ft-l": Known(layer=0, bound=5e-3, source=FINETUNE_DEFAULTS),
-        "attn": Known(layer=15, bound=1e-2, source=FINETUNE_DEFAULTS),
+        "ft": Known(layer=0, max_change=None, source=FINETUNE_DEFAULTS),
+        "ft-l": Known(layer=0, max_change=5e-3, source=FINETUNE_DEFAULTS),
+        "attn": Known(layer=15, max_change=1e-2, source=FINETUNE_DEFAULTS),
     },
 }
 """(model type, number of layers, width) → method → its layer and bound."""

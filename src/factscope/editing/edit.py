@@ -207,11 +207,11 @@ class Edit:
     """What it writes: each fact's target is its new object."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was made, every default spelled out."""
-    health: EditChecks | None = None
+    checks: EditChecks | None = None
     """The guard rails' figures; None where they were not measured."""
 
     @cached_property
-    def places(self) -> tuple[str, ...]:
+    def changed_weights(self) -> tuple[str, ...]:
         """Where it is written, in order."""
         return tuple(sorted(self.changes))
 
@@ -222,8 +222,8 @@ class Edit:
         """
         if not force:
             self.check(lm)
-            if self.health is not None:
-                self.health.refuse()
+            if self.checks is not None:
+                self.checks.refuse()
         ledger.apply_edit(lm, self)
 
     def revert(self, lm: "LM") -> None:
@@ -277,14 +277,14 @@ class Edit:
             method=_joined(self.method, other.method),
             facts=self.facts + other.facts,
             settings={"parts": [*_parts(self), *_parts(other)]},
-            health=None,
+            checks=None,
         )
 
     def __mul__(self, factor: float) -> "Edit":
         changes = {name: change * factor for name, change in self.changes.items()}
         scale = factor * self.settings.get("scale", 1.0)
         return replace(
-            self, changes=changes, settings={**self.settings, "scale": scale}, health=None
+            self, changes=changes, settings={**self.settings, "scale": scale}, checks=None
         )
 
     __rmul__ = __mul__
@@ -331,7 +331,7 @@ def load_edit(path: str | Path) -> Edit:
     path = Path(path)
     header, tensors = _read(path)
     try:
-        health = header.get("health")
+        checks = header.get("checks")
         return Edit(
             changes=_changes(tensors),
             model=header["model"],
@@ -339,7 +339,7 @@ def load_edit(path: str | Path) -> Edit:
             method=header["method"],
             facts=tuple(Fact(**fact) for fact in json.loads(header["facts"])),
             settings=dict(json.loads(header["settings"])),
-            health=None if health is None else EditChecks(**json.loads(health)),
+            checks=None if checks is None else EditChecks(**json.loads(checks)),
         )
     except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
         reason = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
@@ -358,7 +358,7 @@ def _header(edit: Edit) -> dict[str, str]:
         "facts": json.dumps([asdict(fact) for fact in edit.facts]),
         "settings": _json(edit.settings),
     }
-    return header if edit.health is None else {**header, "health": _json(edit.health.to_dict())}
+    return header if edit.checks is None else {**header, "checks": _json(edit.checks.to_dict())}
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from factscope.editing.edit import Edit
 from factscope.errors import FactscopeError
 from factscope.facts import Fact
+from factscope.progress import Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Editor", "Progress", "map_valid", "raise_first_error"]
+__all__ = ["Editor", "map_valid", "raise_first_error"]
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-Progress = Callable[[float], None]
-"""Called with each share of the work that was done; the shares add up to one."""
 
 
 @runtime_checkable
@@ -27,25 +25,25 @@ class Editor(Protocol):
         """The settings as plain values; those that depend on the model are not settled."""
         ...
 
-    def settled(self, lm: "LM") -> "Editor":
+    def resolve(self, lm: "LM") -> "Editor":
         """The same with what the model and the disk decide written out: prefixes, statistics.
 
         It then does the same on a model that edits have changed, and reads nothing twice.
         """
         ...
 
-    def __call__(self, lm: "LM", facts: Sequence[Fact], *, done: Progress = ...) -> Edit:
+    def __call__(self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = ...) -> Edit:
         """One edit that writes all the facts together."""
         ...
 
     def each(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit]:
         """An edit for each fact alone, as if the others were not there; solved in batches."""
-        return raise_first_error(self.attempt(lm, facts, done=done))
+        return raise_first_error(self.attempt(lm, facts, progress=progress))
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = ...
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = ...
     ) -> list[Edit | FactscopeError]:
         """The same, but a fact that cannot be written leaves its error and not the others'."""
         ...

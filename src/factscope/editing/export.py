@@ -48,8 +48,8 @@ def export_peft(
         raise BadSetting(f"rank {rank} leaves nothing of the edit; give 1 or more")
     if not force:
         edit.check(lm)
-        if edit.health is not None:
-            edit.health.refuse()
+        if edit.checks is not None:
+            edit.checks.refuse()
     loras = _loras(edit, lm, rank)
     with _new_folder(Path(folder)) as partial:
         # By way of bytes: safetensors' own files can be read by their maker only.
@@ -100,7 +100,7 @@ def _loras(edit: Edit, lm: "LM", rank: int | None) -> dict[str, _Lora]:
     if not edit.changes:
         raise BadEdit("the edit changes no weight; there is nothing to export")
     found: dict[str, dict[str, Change]] = {}
-    for name in edit.places:
+    for name in edit.changed_weights:
         owner, _, kind = name.rpartition(".")
         found.setdefault(owner, {})[kind] = _checked(edit.changes[name], lm, name)
     return {owner: _lora(changes, lm, owner, rank) for owner, changes in found.items()}

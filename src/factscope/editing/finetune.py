@@ -31,12 +31,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.batches import NestedProgress, retry_smaller, run_in_batches
+from factscope.editing.batches import retry_smaller, run_in_batches
 from factscope.editing.checks import with_checks
 from factscope.editing.contexts import ContextRow, EditRequest, edit_requests, pad_rows
 from factscope.editing.defaults import Method, defaults
 from factscope.editing.edit import Dense, Edit
-from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.editor import Editor, map_valid, raise_first_error
 from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
 from factscope.lm.accel.linear import quick
@@ -44,6 +44,7 @@ from factscope.lm.forward import forward
 from factscope.lm.hooks import hook_io
 from factscope.lm.memory import Budget
 from factscope.lm.replay import Replay
+from factscope.progress import NestedProgress, Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -90,7 +91,7 @@ class TrainedWeight:
         """A module's weight or bias."""
         parameter: Tensor = getattr(module, kind)
         shape = tuple(parameter.shape)
-        turned = lm.arch.transposed and len(shape) == 2
+        turned = lm.family.transposed and len(shape) == 2
         name = f"{lm.name_of(module)}.{kind}"
         return cls(module, name, parameter, shape[::-1] if turned else shape)
 
@@ -217,10 +218,10 @@ class AdamSettings:
     """How the descent goes, and how far."""
 
     steps: int
-    rate: float
+    lr: float
     stop: float
     """The loss at which a group is done."""
-    bound: float | None
+    max_change: float | None
     """The most that an entry may change by."""
 
 
@@ -239,7 +240,7 @@ def minimise(
     parts: Sequence[TrainedWeight],
     groups: int,
     how: AdamSettings,
-    done: Progress,
+    progress: Progress,
 ) -> list[FineTuneResult]:
     """Adam on each group's Δ; a group that is done keeps its Δ and leaves the batch.
 
@@ -264,7 +265,7 @@ def minimise(
             for i in (~more).nonzero()[:, 0].tolist():
                 changes[going[i]] = [x[i].float().cpu() for x in delta]
             if not more.any():
-                done(1 - (step - 1) * share)
+                progress(1 - (step - 1) * share)
                 break
             if not more.all():  # several groups, so that each is one row
                 kept = more.nonzero()[:, 0]
@@ -273,7 +274,7 @@ def minimise(
                     tensors[:] = [x[kept.to(x.device)] for x in tensors]
             for x, g, m, v in zip(delta, slope, first, second, strict=True):
                 _adam_(x, g, m, v, step, how)
-            done(share)
+            progress(share)
     return [FineTuneResult(*both) for both in zip(changes, losses, strict=True)]
 
 
@@ -308,9 +309,9 @@ def _adam_(
     first.lerp_(slope, 1 - 0.9)
     second.mul_(0.999).addcmul_(slope, slope, value=1 - 0.999)
     spread = second.sqrt().div_(math.sqrt(1 - 0.999**step)).add_(1e-8)
-    delta.addcdiv_(first, spread, value=-how.rate / (1 - 0.9**step))
-    if how.bound is not None:
-        delta.clamp_(-how.bound, how.bound)
+    delta.addcdiv_(first, spread, value=-how.lr / (1 - 0.9**step))
+    if how.max_change is not None:
+        delta.clamp_(-how.max_change, how.max_change)
 
 
 # ---- how much at once
@@ -350,12 +351,12 @@ class FineTune(Editor):
     """The layer to change; None takes the model's in `finetune_defaults`."""
     weights: Weights = "mlp"
     """What to change there: the MLP's output weight, or what makes queries, keys and values."""
-    bound: float | Literal["default"] | None = None
+    max_change: float | Literal["default"] | None = None
     """The most that an entry may change by; None for no bound, "default" for the model's in
     `finetune_defaults`."""
     steps: int = 25
     """How often the weights are changed at most."""
-    rate: float = 5e-4
+    lr: float = 5e-4
     """Adam's learning rate."""
     stop: float = 0.01
     """The loss at which a fact is done: as in the paper's code; its text says 0.03."""
@@ -364,29 +365,31 @@ class FineTune(Editor):
     paper's code, all of them right after the prompt, which teaches a longer object wrongly."""
     bias: bool = False
     """Whether the modules' biases change too, as they do in the paper's code."""
-    at_once: int | None = None
+    facts_per_pass: int | None = None
     """How many facts go through the model at once; None for as many as memory holds."""
 
     def __post_init__(self) -> None:
         _choice("weights", self.weights, get_args(Weights))
         _choice("objective", self.objective, get_args(Objective))
-        if isinstance(self.bound, str):
-            _choice("bound", self.bound, ("default",))
-        elif self.bound is not None and not self.bound > 0:
-            raise BadSetting(f"bound is {self.bound}; it must be above 0, or None for no bound")
+        if isinstance(self.max_change, str):
+            _choice("max_change", self.max_change, ("default",))
+        elif self.max_change is not None and not self.max_change > 0:
+            raise BadSetting(
+                f"max_change is {self.max_change}; it must be above 0, or None for no bound"
+            )
         if self.steps < 1:
             raise BadSetting(f"steps is {self.steps}; fine-tuning needs at least one")
-        if not self.rate > 0:
-            raise BadSetting(f"rate is {self.rate}; it must be above 0")
-        if self.at_once is not None and self.at_once < 1:
-            raise BadSetting(f"at_once is {self.at_once}; at least one fact must go through")
+        if not self.lr > 0:
+            raise BadSetting(f"lr is {self.lr}; it must be above 0")
+        if self.facts_per_pass is not None and self.facts_per_pass < 1:
+            raise BadSetting(f"at_once is {self.facts_per_pass}; at least one fact must go through")
 
     @property
     def method(self) -> Method:
         """The method's name in edits and tables."""
         if self.weights == "attn":
             return "attn"
-        return "ft" if self.bound is None else "ft-l"
+        return "ft" if self.max_change is None else "ft-l"
 
     def resolved(self, lm: "LM") -> "FineTune":
         """The same with the model's own layer and bound filled in."""
@@ -395,11 +398,11 @@ class FineTune(Editor):
         if not 0 <= layer < lm.n_layers:
             raise BadSetting(f"layer is {layer}; {lm.name} has layers 0 to {lm.n_layers - 1}")
         placed = replace(self, layer=layer)
-        if self.bound != "default":
+        if self.max_change != "default":
             return placed
-        return replace(placed, bound=model.bound_for(spread_of(placed.parts(lm))))
+        return replace(placed, max_change=model.bound_for(spread_of(placed.parts(lm))))
 
-    def settled(self, lm: "LM") -> "FineTune":
+    def resolve(self, lm: "LM") -> "FineTune":
         """The same, if it can be done on this model."""
         self.ready(lm)
         return self
@@ -409,18 +412,18 @@ class FineTune(Editor):
         return dict(vars(self))
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> Edit:
         """One edit that writes all the facts together: their mean loss is what falls."""
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
         ready = self.ready(lm)
-        return with_checks(lm, [ready.together(raise_first_error(edit_requests(lm, facts)), done)])[
-            0
-        ]
+        return with_checks(
+            lm, [ready.together(raise_first_error(edit_requests(lm, facts)), progress)]
+        )[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none.
 
@@ -428,15 +431,17 @@ class FineTune(Editor):
         models, come with some hundred facts at a time.
         """
         ready = self.ready(lm)
-        edits = map_valid(edit_requests(lm, facts), lambda asked: ready.apart(asked, done))
+        edits = map_valid(edit_requests(lm, facts), lambda asked: ready.apart(asked, progress))
         return map_valid(edits, lambda edits: with_checks(lm, edits))
 
     def ready(self, lm: "LM") -> "BoundFineTune":
         """The method on a model, with every default settled."""
         mine = self.resolved(lm)
         assert mine.layer is not None
-        assert mine.bound != "default"
-        adam = AdamSettings(steps=mine.steps, rate=mine.rate, stop=mine.stop, bound=mine.bound)
+        assert mine.max_change != "default"
+        adam = AdamSettings(
+            steps=mine.steps, lr=mine.lr, stop=mine.stop, max_change=mine.max_change
+        )
         return BoundFineTune(
             settings=mine, lm=lm, layer=mine.layer, parts=mine.parts(lm), adam=adam
         )
@@ -464,34 +469,34 @@ class BoundFineTune:
     parts: list[TrainedWeight]
     adam: AdamSettings
 
-    def together(self, requests: Sequence[EditRequest], done: Progress) -> Edit:
+    def together(self, requests: Sequence[EditRequest], progress: Progress) -> Edit:
         """One change for all the facts, which go through the model in pieces."""
-        lessons, progress = self._lessons(requests), NestedProgress(done)
+        lessons, nested = self._lessons(requests), NestedProgress(progress)
 
         def fit(size: int) -> FineTuneResult:
             pieces = [lessons[i : i + size] for i in range(0, len(lessons), size)]
             problems = [prepare_objective(self.lm, piece, self.layer) for piece in pieces]
-            return minimise(problems, self.parts, 1, self.adam, progress.within(0.0, 1.0))[0]
+            return minimise(problems, self.parts, 1, self.adam, nested.within(0.0, 1.0))[0]
 
-        found, _ = retry_smaller(fit, self._at_once(lessons, own_change=False))
+        found, _ = retry_smaller(fit, self._batch_size(lessons, own_change=False))
         return raise_first_error([self._edit([lesson.fact for lesson in lessons], found)])[0]
 
-    def apart(self, requests: Sequence[EditRequest], done: Progress) -> list[Edit | NoProgress]:
+    def apart(self, requests: Sequence[EditRequest], progress: Progress) -> list[Edit | NoProgress]:
         """A change for each fact alone, many side by side."""
         lessons = self._lessons(requests)
 
-        def fit(some: Sequence[TargetRow], done: Progress) -> list[Edit | NoProgress]:
+        def fit(some: Sequence[TargetRow], progress: Progress) -> list[Edit | NoProgress]:
             problem = prepare_objective(self.lm, some, self.layer)
-            founds = minimise([problem], self.parts, len(some), self.adam, done)
+            founds = minimise([problem], self.parts, len(some), self.adam, progress)
             return [self._edit([t.fact], found) for t, found in zip(some, founds, strict=True)]
 
-        return run_in_batches(lessons, self._at_once(lessons, own_change=True), fit, done)
+        return run_in_batches(lessons, self._batch_size(lessons, own_change=True), fit, progress)
 
     def _lessons(self, requests: Sequence[EditRequest]) -> list[TargetRow]:
         return [target_row(asked, self.settings.objective) for asked in requests]
 
-    def _at_once(self, lessons: Sequence[TargetRow], *, own_change: bool) -> int:
-        return self.settings.at_once or facts_per_batch(
+    def _batch_size(self, lessons: Sequence[TargetRow], *, own_change: bool) -> int:
+        return self.settings.facts_per_pass or facts_per_batch(
             self.lm, self.layer, self.parts, lessons, own_change=own_change
         )
 
@@ -500,7 +505,7 @@ class BoundFineTune:
         if trouble := self._trouble(facts, found.losses):
             return trouble
         settings = asdict(self.settings)
-        del settings["at_once"]  # it changes nothing
+        del settings["facts_per_pass"]  # it changes nothing
         return Edit(
             changes={p.name: Dense(x) for p, x in zip(self.parts, found.changes, strict=True)},
             model=self.lm.name,
@@ -535,12 +540,12 @@ def ft(preset: Preset = "default", **settings: Any) -> FineTune:
 
 def ft_l(preset: Preset = "default", **settings: Any) -> FineTune:
     """FT+L: the same within a bound."""
-    return FineTune(**{"bound": "default", **_preset(preset), **settings})
+    return FineTune(**{"max_change": "default", **_preset(preset), **settings})
 
 
 def attn_edit(preset: Preset = "default", **settings: Any) -> FineTune:
     """AttnEdit: fine-tuning of what makes queries, keys and values, within a bound."""
-    own: dict[str, Any] = {"weights": "attn", "bound": "default", "rate": 1e-3}
+    own: dict[str, Any] = {"weights": "attn", "max_change": "default", "lr": 1e-3}
     return FineTune(**{**own, **_preset(preset), **settings})
 
 

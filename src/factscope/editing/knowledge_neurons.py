@@ -29,7 +29,7 @@ from factscope.editing.contexts import (
     with_prefixes,
 )
 from factscope.editing.edit import Change, Edit, LowRank, add_changes
-from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.editor import Editor, map_valid, raise_first_error
 from factscope.editing.neuron_attribution import (
     NeuronAttributions,
     NeuronSite,
@@ -40,6 +40,7 @@ from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
 from factscope.lm.memory import Budget
 from factscope.lm.tokens import continuation_ids, encode, encode_fact
+from factscope.progress import Progress
 from factscope.tracing.gradients import Rule
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class KN(Editor):
     embedding: Literal["output", "input"] = "output"
     """Which embeddings: those that logits are made with, or, as in the paper's code, those that
     tokens are read with. In many models they are the same."""
-    at_once: int | None = None
+    facts_per_pass: int | None = None
     """How many facts are looked at together; None for what memory allows."""
     method: str = "kn"
 
@@ -127,21 +128,21 @@ class KN(Editor):
         for name in ("threshold", "share"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
-        for name in ("most", "at_once"):
+        for name in ("most", "facts_per_pass"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> Edit:
         """One edit that writes all the facts: the sum of their edits."""
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm)
-        return with_checks(lm, [ready.edit(raise_first_error(ready.sought(facts, done)))])[0]
+        return with_checks(lm, [ready.edit(raise_first_error(ready.sought(facts, progress)))])[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         ready = self.ready(lm)
@@ -149,9 +150,9 @@ class KN(Editor):
         def edits(sought: list[FoundNeurons]) -> list[Edit]:
             return with_checks(lm, [ready.edit([one]) for one in sought])
 
-        return map_valid(ready.sought(facts, done), edits)
+        return map_valid(ready.sought(facts, progress), edits)
 
-    def settled(self, lm: "LM") -> "KN":
+    def resolve(self, lm: "LM") -> "KN":
         """The same with the prefixes written out."""
         return replace(self, prefixes=self.ready(lm).prefixes)
 
@@ -256,12 +257,14 @@ class BoundKN:
     lm: "LM"
     prefixes: tuple[str, ...]
 
-    def sought(self, facts: Sequence[Fact], done: Progress) -> list[FoundNeurons | FactscopeError]:
+    def sought(
+        self, facts: Sequence[Fact], progress: Progress
+    ) -> list[FoundNeurons | FactscopeError]:
         """The neurons of each fact, or why there are none."""
 
         def find(requests: list[NeuronRequest]) -> list[FoundNeurons | FactscopeError]:
             return run_in_batches(
-                requests, self.kn.at_once or self._at_once(requests), self._find, done
+                requests, self.kn.facts_per_pass or self._at_once(requests), self._find, progress
             )
 
         return map_valid(self.requests(facts), find)
@@ -354,13 +357,13 @@ class BoundKN:
         return max(1, min(MOST, Budget.of(lm, None).bytes // 8 // (4 * readings * neurons)))
 
     def _find(
-        self, requests: Sequence[NeuronRequest], done: Progress
+        self, requests: Sequence[NeuronRequest], progress: Progress
     ) -> list[FoundNeurons | FactscopeError]:
         kn = self.kn
         readings = [reading for request in requests for reading in request.readings]
         found = attribute_neurons(
             self.lm, readings, steps=kn.steps, rule=kn.rule, tolerance=kn.tolerance, site=kn.site,
-            done=done,
+            progress=progress,
         )  # fmt: skip
         sizes = [len(request.readings) for request in requests]
         parts = zip(*(x.split(sizes) for x in vars(found).values()), strict=True)

@@ -26,12 +26,13 @@ from factscope.editing.closed_form import (
 from factscope.editing.contexts import EditRequest, EditToken, PrefixLengths, pad_rows, prefixes_for
 from factscope.editing.defaults import check_layer, memit_defaults
 from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.editor import Editor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
 from factscope.editing.value_search import ValueResult, ValueSearch, search_values
 from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.hooks import hook_calls, hook_outputs
+from factscope.progress import Progress
 from factscope.stats.second_moment import SecondMoment
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Memit(Editor):
     ridge: float = 1e-3
     """What is added to C's diagonal, in units of its mean."""
     search: ValueSearch = field(default_factory=ValueSearch)
-    at_once: int | None = None
+    facts_per_pass: int | None = None
     """How many facts are searched in one batch; None for what memory allows."""
     method: str = "memit"
 
@@ -78,17 +79,17 @@ class Memit(Editor):
             raise BadSetting(f"weight is {self.weight}; it must be above 0")
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> Edit:
         """One edit that writes all the facts."""
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm)
-        sought = raise_first_error(ready.sought(facts, done))
+        sought = raise_first_error(ready.sought(facts, progress))
         return with_checks(lm, ready.insert(sought, [list(range(len(sought)))]))[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         ready = self.ready(lm)
@@ -96,9 +97,9 @@ class Memit(Editor):
         def insert(sought: list[ValueResult]) -> list[Edit]:
             return with_checks(lm, ready.insert(sought, [[i] for i in range(len(sought))]))
 
-        return map_valid(ready.sought(facts, done), insert)
+        return map_valid(ready.sought(facts, progress), insert)
 
-    def settled(self, lm: "LM") -> "Memit":
+    def resolve(self, lm: "LM") -> "Memit":
         """The same with layers, prefixes and statistics written out."""
         ready = self.ready(lm)
         moments = tuple(moment for moment in ready.moments if moment is not None) or "identity"
@@ -121,7 +122,7 @@ class Memit(Editor):
             layers=layers,
             weight=self.weight or known.weight,
             prefixes=prefixes,
-            search=self.search.settled(steps=known.steps, clamp=known.clamp),
+            search=self.search.resolve(steps=known.steps, clamp=known.clamp),
             moments=[resolve_second_moment(lm, layer, self.second_moment) for layer in layers],
         )
 
@@ -143,12 +144,14 @@ class BoundMemit:
     search: ValueSearch
     moments: list[SecondMoment | None]
 
-    def sought(self, facts: Sequence[Fact], done: Progress) -> list[ValueResult | FactscopeError]:
+    def sought(
+        self, facts: Sequence[Fact], progress: Progress
+    ) -> list[ValueResult | FactscopeError]:
         """z of each fact: a state of the last layer."""
         memit = self.memit
         return search_values(
             self.lm, facts, self.prefixes, self.layers[-1], "state", memit.token, self.search,
-            at_once=memit.at_once, done=done,
+            facts_per_pass=memit.facts_per_pass, progress=progress,
         )  # fmt: skip
 
     def insert(self, sought: Sequence[ValueResult], groups: list[list[int]]) -> list[Edit]:
@@ -221,10 +224,10 @@ class BoundMemit:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, all settled."""
-        settled = {"layers": self.layers, "weight": self.weight, "prefixes": self.prefixes,
+        resolve = {"layers": self.layers, "weight": self.weight, "prefixes": self.prefixes,
                    "search": asdict(self.search)}  # fmt: skip
         moments = [describe_second_moment(moment) for moment in self.moments]
-        return {**self.memit.to_dict(), **settled, "second_moment": moments}
+        return {**self.memit.to_dict(), **resolve, "second_moment": moments}
 
 
 def spread(
@@ -246,6 +249,6 @@ PAPER = Memit(
     prefix_bos_counts=True,
     key="half bare",
     ridge=0.0,
-    search=ValueSearch(essence_at="place", decay=0.5, decay_form="paper"),
+    search=ValueSearch(kl_position="place", weight_decay=0.5, weight_decay_form="paper"),
 )
 """What MEMIT's own code computes."""

@@ -27,12 +27,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from factscope.editing.batches import NestedProgress, run_in_batches
-from factscope.editing.editor import Progress
+from factscope.editing.batches import run_in_batches
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io
 from factscope.lm.memory import Budget
 from factscope.lm.replay import PackedView, Replay
+from factscope.progress import NestedProgress, Progress
 from factscope.tracing.engine import token_probability
 from factscope.tracing.gradients import Rule, quadrature
 
@@ -118,7 +118,7 @@ class NeuronPath:
         keys = lm.mlp_weight(0).shape[1]
         heads, _, dim = self.run.keys[0].shape[1:]
         kept = 10 * lm.width + 3 * keys + 2 * heads * dim * length
-        slots = 1 if lm.arch.packs else length
+        slots = 1 if lm.family.packs else length
         return max(1, Budget.of(lm, None).bytes // (lm.n_layers * slots * kept * lm.dtype.itemsize))
 
     def look(
@@ -156,7 +156,7 @@ class NeuronPath:
     def _view(self, reading: Int[Tensor, " point"]) -> tuple[PackedView, Int[Tensor, " point"]]:
         """Each point's token alone, or, where a family cannot, its whole text; and its slot."""
         row, at = self.row[reading], self.at[reading]
-        if self.lm.arch.packs:
+        if self.lm.family.packs:
             token = at[:, None]
             return PackedView(
                 row=row, position=token, start=token, past=self._past
@@ -276,8 +276,8 @@ def attribute_neurons(
     rule: Rule = "radau",
     tolerance: float | None = 0.02,
     site: NeuronSite = "key",
-    at_once: int | None = None,
-    done: Progress = lambda share: None,
+    facts_per_pass: int | None = None,
+    progress: Progress = lambda share: None,
 ) -> NeuronAttributions:
     """The attribution of every neuron of every layer to each reading.
 
@@ -285,20 +285,20 @@ def attribute_neurons(
     halves; None leaves it at one piece. `at_once` is how many points go through the model together;
     None for what memory holds.
     """
-    look = _Look(start_path(lm, readings, site), steps, rule, at_once)
-    progress = NestedProgress(done)
+    look = _Look(start_path(lm, readings, site), steps, rule, facts_per_pass)
+    nested = NestedProgress(progress)
     pieces = [
         _Piece(i, layer, 0.0, 1.0) for i in range(len(readings)) for layer in range(lm.n_layers)
     ]
-    found = look(pieces, progress.within(0.0, FIRST))
+    found = look(pieces, nested.within(0.0, FIRST))
     ends = look.walk.clean().repeat_interleave(lm.n_layers)
     gains = (ends - found.begins).view(len(readings), -1)
     scores = found.scores.view(len(readings), lm.n_layers, -1).clone()
     if tolerance is not None:
         large = gains.abs().amax(1, keepdim=True)
         allowed = tolerance * gains.abs().maximum(MINOR * large).flatten()
-        _refine_(scores, look, pieces, found, ends, allowed, progress)
-    progress.within(0.0, 1.0)(1.0)
+        _refine_(scores, look, pieces, found, ends, allowed, nested)
+    nested.within(0.0, 1.0)(1.0)
     neurons = found.neurons.view(len(readings), lm.n_layers, -1)
     return NeuronAttributions(scores=scores, neurons=neurons, gains=gains)
 
@@ -333,18 +333,20 @@ def _refine_(
 class _Look:
     """Looks at pieces of paths: some points on each, as many at once as memory holds."""
 
-    def __init__(self, walk: NeuronPath, steps: int, rule: Rule, at_once: int | None) -> None:
+    def __init__(
+        self, walk: NeuronPath, steps: int, rule: Rule, facts_per_pass: int | None
+    ) -> None:
         self.walk = walk
         self.share, self.weight = (x.to(walk.lm.device) for x in quadrature(steps, rule))
-        self.size = max(1, math.ceil((at_once or walk.fitting()) / steps))
+        self.size = max(1, math.ceil((facts_per_pass or walk.fitting()) / steps))
 
-    def __call__(self, pieces: Sequence[_Piece], done: Progress) -> _Found:
+    def __call__(self, pieces: Sequence[_Piece], progress: Progress) -> _Found:
         """IG over each piece."""
-        found = run_in_batches(pieces, self.size, self._some, done)
+        found = run_in_batches(pieces, self.size, self._some, progress)
         return _Found(*(torch.stack(part) for part in zip(*found, strict=True)))
 
     def _some(
-        self, pieces: Sequence[_Piece], done: Progress
+        self, pieces: Sequence[_Piece], progress: Progress
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each piece IG over it, the neurons as they are, and P at its beginning."""
         order = sorted(range(len(pieces)), key=lambda i: pieces[i].layer)
@@ -361,7 +363,7 @@ class _Look:
         )
         weight = (length * self.weight.repeat(len(some)))[:, None].float()
         ig = (looked.neurons * looked.slopes * weight).unflatten(0, (-1, steps)).sum(1)
-        done(1.0)
+        progress(1.0)
         back = torch.tensor(order, device=device).argsort()
         parts = ig, looked.neurons[::steps], looked.p[::steps]
         return list(zip(*(part[back] for part in parts), strict=True))

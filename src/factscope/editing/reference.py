@@ -37,7 +37,7 @@ def reference_rome(ready: BoundRome, fact: Fact) -> ReferenceEdit:
     """The rank-one change for one fact."""
     lm, rome, layer = ready.lm, ready.rome, ready.layer
     asked = edit_request(lm, fact, ready.prefixes, rome.token)
-    essence = kl_row(lm, fact, rome.token, at_place=ready.search.essence_at == "place")
+    essence = kl_row(lm, fact, rome.token, at_place=ready.search.kl_position == "place")
     rows = [*asked.rows, essence]
     keys = _at_places(mlp_keys(lm, pad_rows(asked.rows, lm.device), layer), asked.rows).float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
@@ -58,7 +58,7 @@ def _descend(
 ) -> tuple[Tensor, list[float]]:  # fmt: skip
     """Adam on δ, the whole model and all its logits at every step."""
     delta = torch.zeros(lm.width, device=lm.device, requires_grad=True)
-    adam = torch.optim.Adam([delta], lr=search.rate)
+    adam = torch.optim.Adam([delta], lr=search.lr)
     ids = pad_rows(rows, lm.device)
     at = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
     for i, row in enumerate(rows):
@@ -80,8 +80,8 @@ def _descend(
             for i, row in enumerate(rows[:-1])
         ]
         essence = (now.exp() * (now - before)).sum()
-        decay = delta.norm() / size ** (2 if search.decay_form == "paper" else 1)
-        loss = torch.stack(said).mean() + search.essence * essence + search.decay * decay
+        decay = delta.norm() / size ** (2 if search.weight_decay_form == "paper" else 1)
+        loss = torch.stack(said).mean() + search.kl_weight * essence + search.weight_decay * decay
         losses.append(loss.item())
         if losses[-1] < search.stop or step == search.looks - 1:
             break

@@ -30,11 +30,12 @@ from factscope.editing.closed_form import (
 from factscope.editing.contexts import EditToken, PrefixLengths, prefixes_for
 from factscope.editing.defaults import Layer, layer_for, rome_defaults
 from factscope.editing.edit import Change, Edit
-from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.editor import Editor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
 from factscope.editing.value_search import ValueResult, ValueSearch, search_values
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
+from factscope.progress import Progress
 from factscope.stats.second_moment import SecondMoment
 
 if TYPE_CHECKING:
@@ -74,24 +75,24 @@ class Rome(Editor):
     many: Literal["jointly", "in turn"] = "jointly"
     """Several facts in one edit: one change with Ŵ k = v for all of them, or one change after the
     other, each seeing those before it, as in the paper's code."""
-    at_once: int | None = None
+    facts_per_pass: int | None = None
     """How many facts are searched in one batch; None for what memory allows."""
     method: str = "rome"
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> Edit:
         """One edit that writes all the facts."""
         if not facts:
             raise BadFact("there is no fact to write; give at least one")
         ready = self.ready(lm, facts)
         if len(facts) > 1 and self.many == "in turn":
-            return ready.in_turn(facts, done)
-        edit, factor = ready.edit(raise_first_error(ready.sought(facts, done)))
+            return ready.in_turn(facts, progress)
+        edit, factor = ready.edit(raise_first_error(ready.sought(facts, progress)))
         return with_checks(lm, [edit], [factor])[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
         if self.layer == "auto":
@@ -99,13 +100,13 @@ class Rome(Editor):
                 result
                 for fact in facts
                 for result in replace(self, layer=layer_for(lm, "auto", [fact])).attempt(
-                    lm, [fact], done=lambda share: done(share / len(facts))
+                    lm, [fact], progress=lambda share: progress(share / len(facts))
                 )
             ]
         ready = self.ready(lm, facts)
-        return map_valid(ready.sought(facts, done), ready.edits)
+        return map_valid(ready.sought(facts, progress), ready.edits)
 
-    def settled(self, lm: "LM") -> "Rome":
+    def resolve(self, lm: "LM") -> "Rome":
         """The same with prefixes and, where the layer is known, statistics written out."""
         prefixes = prefixes_for(
             lm, self.prefixes, self.prefix_lengths, self.seed, bos_counts=self.prefix_bos_counts
@@ -129,7 +130,7 @@ class Rome(Editor):
             lm=lm,
             layer=layer,
             prefixes=prefixes,
-            search=self.search.settled(clamp=known.clamp),
+            search=self.search.resolve(clamp=known.clamp),
             second_moment=resolve_second_moment(lm, layer, self.second_moment),
         )
 
@@ -150,25 +151,27 @@ class BoundRome:
     search: ValueSearch
     second_moment: SecondMoment | None
 
-    def in_turn(self, facts: Sequence[Fact], done: Progress) -> Edit:
+    def in_turn(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One change after the other, each computed on the model that has those before it."""
         total: Edit | None = None
         factors: list[float] = []
         for fact in facts:
             with edited(self.lm, [total]):
-                sought = self.sought([fact], lambda share: done(share / len(facts)))
+                sought = self.sought([fact], lambda share: progress(share / len(facts)))
             one, factor = self.edit(raise_first_error(sought))
             total = one if total is None else total + one
             factors.append(factor)
         assert total is not None
         return with_checks(self.lm, [total], [min(factors)])[0]
 
-    def sought(self, facts: Sequence[Fact], done: Progress) -> list[ValueResult | FactscopeError]:
+    def sought(
+        self, facts: Sequence[Fact], progress: Progress
+    ) -> list[ValueResult | FactscopeError]:
         """The value of each fact: what the layer's MLP shall put out."""
         rome = self.rome
         return search_values(
             self.lm, facts, self.prefixes, self.layer, "mlp", rome.token, self.search,
-            at_once=rome.at_once, done=done,
+            facts_per_pass=rome.facts_per_pass, progress=progress,
         )  # fmt: skip
 
     def edit(self, sought: Sequence[ValueResult]) -> tuple[Edit, float]:
@@ -216,10 +219,10 @@ class BoundRome:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, all settled."""
-        settled = {"layer": self.layer, "prefixes": self.prefixes, "search": asdict(self.search)}
+        resolve = {"layer": self.layer, "prefixes": self.prefixes, "search": asdict(self.search)}
         return {
             **self.rome.to_dict(),
-            **settled,
+            **resolve,
             "second_moment": describe_second_moment(self.second_moment),
         }
 
@@ -235,7 +238,7 @@ PAPER = Rome(
     value="bare",
     ridge=0.0,
     many="in turn",
-    search=ValueSearch(essence_at="place", decay=0.5, decay_form="paper"),
+    search=ValueSearch(kl_position="place", weight_decay=0.5, weight_decay_form="paper"),
 )
 """What the paper's own code computes; `Rome()` is the corrected method."""
 

@@ -34,7 +34,7 @@ from factscope.editing.contexts import (
     kl_row,
     pad_rows,
 )
-from factscope.editing.editor import Progress, map_valid
+from factscope.editing.editor import map_valid
 from factscope.errors import BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
 from factscope.lm.accel.attention import multiplies_halves, short_attention
@@ -45,6 +45,7 @@ from factscope.lm.accel.search_cache import Shelf, shelf_for
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io, hook_outputs
 from factscope.lm.replay import PackedView, Replay
+from factscope.progress import Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -73,29 +74,29 @@ class ValueSearch:
     steps: int | None = None
     """How often the loss is looked at; δ is changed after each but the last. None for the model's
     own number, mostly 20."""
-    rate: float = 0.5
+    lr: float = 0.5
     """Adam's learning rate."""
     stop: float = 0.05
     """The loss at which a fact is done."""
     clamp: float | None = None
     """The most that ‖δ‖ may be, in units of ‖v₀‖; infinity for no bound. None for the model's own
     number, mostly 4."""
-    essence: float = 0.0625
+    kl_weight: float = 0.0625
     """The weight of the essence term KL(edited ‖ unedited)."""
-    essence_at: Literal["end", "place"] = "end"
+    kl_position: Literal["end", "place"] = "end"
     """Where that term reads: after "{subject} is a", or, as in the paper's code, at the token that
     the fact is written at."""
-    decay: float = 0.01
+    weight_decay: float = 0.01
     """The weight of the term that keeps δ small."""
-    decay_form: Literal["relative", "paper"] = "relative"
+    weight_decay_form: Literal["relative", "paper"] = "relative"
     """‖δ‖ / ‖v₀‖, which does not depend on the model's scale; or, as in the paper's code,
     ‖δ‖ / ‖v₀‖², which does."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise BadSetting(f"steps is {self.steps}; a search needs at least one")
-        if not self.rate > 0:
-            raise BadSetting(f"rate is {self.rate}; it must be above 0")
+        if not self.lr > 0:
+            raise BadSetting(f"lr is {self.lr}; it must be above 0")
         if self.clamp is not None and not self.clamp > 0:
             raise BadSetting(f"clamp is {self.clamp}; it must be above 0, or infinite for no bound")
 
@@ -109,7 +110,7 @@ class ValueSearch:
         """The bound of ‖δ‖ / ‖v₀‖, settled."""
         return 4.0 if self.clamp is None else self.clamp
 
-    def settled(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
+    def resolve(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
         """The same with a model's own numbers where none were given."""
         return replace(
             self,
@@ -190,9 +191,9 @@ class ValueObjective:
         essence = (now.exp() * (now - self.essence_before)).sum(-1)
         # The root's slope at 0 is infinite; a tiny number under it makes it 0 there.
         norm = (delta.square().sum(-1) + 1e-30).sqrt()
-        power = 2 if self.search.decay_form == "paper" else 1
+        power = 2 if self.search.weight_decay_form == "paper" else 1
         decay = norm / self.size**power
-        return target + self.search.essence * essence + self.search.decay * decay
+        return target + self.search.kl_weight * essence + self.search.weight_decay * decay
 
     def _states(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "strand slot width"]:
         """The last layer's states with every fact's δ in place."""
@@ -277,14 +278,14 @@ def prepare_search(
 
     `quick` makes the run faster while inside (`lm.quick`).
     """
-    at_place = search.essence_at == "place"
+    at_place = search.kl_position == "place"
     room = LengthBuckets.of(lm, len(requests))
     rows: list[ContextRow] = []
     owner: list[int] = []
     for i, asked in enumerate(requests):
         rows += [*asked.rows, kl_row(lm, asked.fact, token, at_place=at_place)]
         owner += [i] * (len(asked.rows) + 1)
-    starts = [row.place if lm.arch.packs else 0 for row in rows]
+    starts = [row.place if lm.family.packs else 0 for row in rows]
     view = _view(rows, starts, lm, room)
     longest = max(view.past, *(len(row.ids) for row in rows))
     ids = pad_rows(rows, lm.device, room.for_tokens(longest, lm.context))
@@ -335,7 +336,7 @@ def _lightened(problem: ValueObjective) -> ValueObjective:
     if problem.site == "mlp":
         problem = problem.shortened()
     form = (problem.hidden.shape, problem.view.past, torch.get_float32_matmul_precision())
-    known = problem.lm.kept.setdefault("takes short attention", {})
+    known = problem.lm.cache.setdefault("takes short attention", {})
     if form not in known:
         known[form] = _takes_short_attention(problem)
     apart = known[form]
@@ -466,26 +467,28 @@ class ValueResult:
 
 def search_values(
     lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str], layer: int, site: EditSite,
-    token: EditToken, settings: ValueSearch, *, at_once: int | None, done: Progress,
+    token: EditToken, settings: ValueSearch, *, facts_per_pass: int | None, progress: Progress,
 ) -> list[ValueResult | FactscopeError]:  # fmt: skip
     """The value of each fact, searched in batches; a fact that fails has its error there."""
 
     def solve(
-        requests: Sequence[EditRequest], done: Progress
+        requests: Sequence[EditRequest], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
         shelf = shelf_for(lm) if len(requests) == 1 else None
         quick = None if shelf is None else shelf.quick_run(lm, layer)
         posed = prepare_search(lm, requests, layer, site, token, settings, quick)
-        return run_search(posed, requests, done, shelf)
+        return run_search(posed, requests, progress, shelf)
 
     def solve_all(requests: list[EditRequest]) -> list[ValueResult | FactscopeError]:
-        return solve_in_batches(lm, requests, layer, solve, at_once=at_once, done=done)
+        return solve_in_batches(
+            lm, requests, layer, solve, facts_per_pass=facts_per_pass, progress=progress
+        )
 
     return map_valid(edit_requests(lm, facts, prefixes, token), solve_all)
 
 
 def run_search(
-    posed: PreparedSearch, requests: Sequence[EditRequest], done: Progress = lambda share: None,
+    posed: PreparedSearch, requests: Sequence[EditRequest], progress: Progress = lambda share: None,
     shelf: Shelf | None = None,
 ) -> list[ValueResult | FactscopeError]:  # fmt: skip
     """Change every δ until its fact is told, or the steps are used up.
@@ -494,7 +497,7 @@ def run_search(
     used, and what the search of a single fact made is put there.
     """
     problem = posed.problem
-    delta, losses = _descend(problem, done, shelf)
+    delta, losses = _descend(problem, progress, shelf)
     if problem.hidden.is_cuda and not all(map(_is_finite, chain(*losses))):
         # Quick products may have left half precision's range; the model's own do not.
         delta, losses = _descend(problem, lambda share: None, None, split_products=False)
@@ -506,7 +509,7 @@ def run_search(
 
 
 def _descend(
-    problem: ValueObjective, done: Progress, shelf: Shelf | None, *, split_products: bool = True
+    problem: ValueObjective, progress: Progress, shelf: Shelf | None, *, split_products: bool = True
 ) -> tuple[Float[Tensor, "fact width"], list[list[float]]]:
     """Adam on every δ; a fact that is done keeps its δ and, when that pays, leaves the batch."""
     steps = problem.search.looks
@@ -533,9 +536,9 @@ def _descend(
             else:
                 seen, moved = look(descent.state, corrections[step - 1])
             descent.see(seen)
-            done(1 / steps)
+            progress(1 / steps)
             if last or descent.idle == 1:
-                done(1 - step / steps)
+                progress(1 - step / steps)
                 break
             descent.move(moved)
             spared = (time.perf_counter() - begin) * descent.idle * (steps - step)
@@ -630,7 +633,7 @@ def _moved(
     first = 0.9 * first + 0.1 * slope
     second = 0.999 * second + 0.001 * slope**2
     mean, spread = first / correction[0], second / correction[1]
-    moved = delta - search.rate * mean / (spread.sqrt() + 1e-8)
+    moved = delta - search.lr * mean / (spread.sqrt() + 1e-8)
     longest = search.longest * problem.size[:, None]
     norm = moved.norm(dim=-1, keepdim=True)
     return torch.stack([torch.where(norm > longest, moved * longest / norm, moved), first, second])

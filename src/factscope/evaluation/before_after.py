@@ -97,16 +97,16 @@ def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
     """The weights that an edit changes, and by how much."""
     return tuple(
         ChangedWeight(name=name, shape=change.shape, rank=change.rank, norm=change.norm())
-        for name, change in ((name, edit.changes[name]) for name in edit.places)
+        for name, change in ((name, edit.changes[name]) for name in edit.changed_weights)
     )
 
 
-def checks_of(health: EditChecks | None) -> dict[str, Any]:
+def checks_of(checks: EditChecks | None) -> dict[str, Any]:
     """What the guard rails saw, with their limits and complaints, as plain values."""
-    if health is None:
+    if checks is None:
         return {}
-    figures = health.to_dict() | {"perplexity_growth": health.perplexity_growth}
-    return _finite(figures) | {"limits": asdict(CheckLimits()), "complaints": health.complaints()}
+    figures = checks.to_dict() | {"perplexity_growth": checks.perplexity_growth}
+    return _finite(figures) | {"limits": asdict(CheckLimits()), "complaints": checks.complaints()}
 
 
 # ---- the prompts of a case
@@ -204,10 +204,10 @@ def _record(
         true=prompts[0].old,
         model=edit.model,
         method=edit.method,
-        places=changed_weights(edit),
+        changed_weights=changed_weights(edit),
         prompts=prompts,
         generations=generations,
-        health=checks_of(edit.health),
+        checks=checks_of(edit.checks),
         settings=edit.settings,
     )
 

@@ -16,13 +16,13 @@ from factscope.analysis.metrics import fit_idf, idf_of, reference_similarity
 from factscope.data.references import References, read_references, read_words
 from factscope.editing.batches import run_in_batches
 from factscope.editing.edit import Edit
-from factscope.editing.editor import Progress
 from factscope.editing.per_row import edited
 from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Case
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.memory import Budget
 from factscope.lm.tokens import decode_continuation, encode
+from factscope.progress import Progress
 from factscope.records import CaseScores, PromptScore
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _texts(
     order = sorted(range(len(openings)), key=lambda j: len(coded[j]))
     length = min(asking.length, lm.context or asking.length)
 
-    def write(some: Sequence[int], done: Progress) -> list[str]:
+    def write(some: Sequence[int], progress: Progress) -> list[str]:
         draws = uniform_draws([openings[j][1] for j in some], length, asking.seed)
         own = [seats[openings[j][0]] for j in some]
         used = sorted({seat for seat in own if seat is not None})

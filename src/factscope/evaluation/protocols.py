@@ -72,7 +72,7 @@ class Evaluation:
         """Cases of a sequence again, on the model that has all its edits."""
         scores = self._scored(cases, [], [None] * len(cases))
         return [
-            replace(record, moment="end", **_after(score))
+            replace(record, phase="end", **_after(score))
             for record, score in zip(records, scores, strict=True)
         ]
 
@@ -113,7 +113,7 @@ class Evaluation:
             protocol=protocol,
             step=step,
             before=before if isinstance(before, CaseScores) else None,
-            health=checks_of(edit.health) if isinstance(edit, Edit) else {},
+            checks=checks_of(edit.checks) if isinstance(edit, Edit) else {},
             **after,
         )
 

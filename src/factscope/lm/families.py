@@ -218,14 +218,14 @@ def _check_names(lm: "LM") -> None:
         raise _misfit(lm, "mlp_out", "is the attention's output weight")
     _named(lm, first, "mlp_act")
     for part in ("attn_in", "mlp_in"):
-        for name in getattr(lm.arch, part):
+        for name in getattr(lm.family, part):
             if not hasattr(_submodule(first, name), "weight"):
                 raise _misfit(lm, part, f"has no weight at {name}")
     for part, module in (("attn_out", attn_out), ("mlp_out", mlp_out)):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             raise _misfit(lm, part, "is not a module with a weight matrix")
-        if lm.width != weight.shape[1 if lm.arch.transposed else 0]:
+        if lm.width != weight.shape[1 if lm.family.transposed else 0]:
             raise _misfit(
                 lm,
                 part,
@@ -236,7 +236,7 @@ def _check_names(lm: "LM") -> None:
 
 def _named(lm: "LM", owner: nn.Module, part: str) -> nn.Module:
     try:
-        return owner.get_submodule(getattr(lm.arch, part))
+        return owner.get_submodule(getattr(lm.family, part))
     except AttributeError as error:
         raise _misfit(lm, part, f"leads nowhere ({error})") from error
 
@@ -251,7 +251,7 @@ def _submodule(owner: nn.Module, name: str) -> nn.Module | None:
 def _misfit(lm: "LM", part: str, what: str) -> BadModelFile:
     return BadModelFile(
         f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: {part} "
-        f"({getattr(lm.arch, part)}) {what}; see CONTRIBUTING.md on families"
+        f"({getattr(lm.family, part)}) {what}; see CONTRIBUTING.md on families"
     )
 
 

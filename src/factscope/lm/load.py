@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from factscope.errors import BadModelFile, BadSetting, FactscopeError, NoNetwork
-from factscope.lm import families as arch
+from factscope.lm import families as family
 from factscope.lm.model import LM
 from factscope.lm.sources import DEFAULT, HubId, locate, quiet, resolve, unknown
 
@@ -68,9 +68,9 @@ def from_model(
 
 def _finish(model: Any, tokenizer: Any, name: str, check: bool) -> LM:
     model.eval().requires_grad_(False)
-    lm = LM(model=model, tokenizer=tokenizer, arch=arch.family_of(model), name=name)
+    lm = LM(model=model, tokenizer=tokenizer, family=family.family_of(model), name=name)
     if check:
-        arch.check_family(lm)
+        family.check_family(lm)
     return lm
 
 
@@ -215,8 +215,8 @@ def _check_family(id: str) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:  # not a language model of the kind that says what comes next
-        raise arch.unknown_family(config.model_type) from error
-    arch.family_of(model)
+        raise family.unknown_family(config.model_type) from error
+    family.family_of(model)
 
 
 def _explain(place: str, error: Exception) -> FactscopeError:

@@ -30,20 +30,20 @@ class LM:
     """A transformers decoder model with a language-modelling head."""
     tokenizer: Any
     """Its fast tokenizer."""
-    arch: Family
+    family: Family
     name: str
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What was found out or made for this model and is of use again, under names of its makers."""
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, first to last."""
-        return list(self.model.get_submodule(self.arch.blocks))
+        return list(self.model.get_submodule(self.family.blocks))
 
     @cached_property
     def embed(self) -> nn.Embedding:
         """The token embedding."""
-        return self.model.get_submodule(self.arch.embed)
+        return self.model.get_submodule(self.family.embed)
 
     @property
     def n_layers(self) -> int:
@@ -72,7 +72,7 @@ class LM:
 
     def contribution(self, name: str, layer: int) -> nn.Module:
         """The module that returns a layer's contribution a ("attn") or m ("mlp")."""
-        path = {"attn": self.arch.attn_out, "mlp": self.arch.mlp_out}[name]
+        path = {"attn": self.family.attn_out, "mlp": self.family.mlp_out}[name]
         return self.blocks[layer].get_submodule(path)
 
     def mlp_out(self, layer: int) -> nn.Module:
@@ -82,23 +82,23 @@ class LM:
     def mlp_weight(self, layer: int) -> Float[Tensor, "value key"]:
         """W_proj in the paper's orientation: W k = v."""
         weight: Any = self.mlp_out(layer).weight
-        return weight.T if self.arch.transposed else weight
+        return weight.T if self.family.transposed else weight
 
     def mlp_act(self, layer: int) -> nn.Module:
         """The MLP's nonlinearity."""
-        return self.blocks[layer].get_submodule(self.arch.mlp_act)
+        return self.blocks[layer].get_submodule(self.family.mlp_act)
 
     def attn_in(self, layer: int) -> list[nn.Module]:
         """What makes the queries, keys and values of a layer."""
-        return [self.blocks[layer].get_submodule(name) for name in self.arch.attn_in]
+        return [self.blocks[layer].get_submodule(name) for name in self.family.attn_in]
 
     def mlp_in(self, layer: int) -> list[nn.Module]:
         """What makes the keys of a layer's MLP."""
-        return [self.blocks[layer].get_submodule(name) for name in self.arch.mlp_in]
+        return [self.blocks[layer].get_submodule(name) for name in self.family.mlp_in]
 
     def name_of(self, module: nn.Module) -> str:
         """A module's full name in the model."""
-        names = self.kept.setdefault("names of modules", {})
+        names = self.cache.setdefault("names of modules", {})
         if module not in names or _submodule(self.model, names[module]) is not module:
             found = self.model.named_modules()
             names[module] = next(name for name, other in found if other is module)
@@ -113,7 +113,7 @@ class LM:
     @cached_property
     def norms(self) -> list[nn.Module]:
         """What a state of the last layer passes before the head: the final norm, mostly."""
-        found = [_submodule(self.model, path) for path in self.arch.norm]
+        found = [_submodule(self.model, path) for path in self.family.norm]
         return [module for module in found if module is not None]
 
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:

@@ -57,7 +57,7 @@ def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
     # Some tokenizers close a text with EOS; a prompt is meant to go on.
     if special and len(ids) > 1 and ids[-1] == eos and offsets[-1][0] == offsets[-1][1]:
         ids, offsets = ids[:-1], offsets[:-1]
-    if special and lm.arch.needs_bos and bos is not None and ids[:1] != [bos]:
+    if special and lm.family.needs_bos and bos is not None and ids[:1] != [bos]:
         ids, offsets = [bos, *ids], [(0, 0), *offsets]
     if not ids:
         raise BadFact(f"the text {text!r} has no tokens; give a text that leads up to the object")

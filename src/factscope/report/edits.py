@@ -51,7 +51,7 @@ def edit_body(record: EditRecord) -> list[str]:
         rails_html(record),
         "<h2>Where it is written</h2>",
         *neurons_html(record),
-        *(f"<p>{escaped(weight_label(place))}</p>" for place in record.places),
+        *(f"<p>{escaped(weight_label(place))}</p>" for place in record.changed_weights),
     ]
 
 
@@ -138,10 +138,10 @@ def marked(text: str, words: Sequence[str | None]) -> str:
 
 def rails_html(record: EditRecord) -> str:
     """The guard rails with their limits."""
-    if not record.health:
+    if not record.checks:
         return '<p class="soft">not measured</p>'
     rows = tuple(
         (rail.name, rail.value, rail.limit, "kept" if rail.kept else "broken")
-        for rail in check_rows(record.health)
+        for rail in check_rows(record.checks)
     )
     return scrollable(Table("Figures and limits", ("guard rail", "value", "limit", ""), rows))

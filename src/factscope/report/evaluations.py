@@ -131,7 +131,7 @@ def every_number(summaries: Iterable[Summary], *, beside: bool = True) -> Table:
     """All rows and metrics in one table, as shares and bits, for CSV."""
     rows = [r for block in blocks(summaries) for r in (with_published(block) if beside else block)]
     names = [n for n in ("S", *METRICS, "drawdown") if any(n in row.metrics for row in rows)]
-    heads = ("model", "data", "method", "protocol", "moment", "source", "cases", "failed")
+    heads = ("model", "data", "method", "protocol", "phase", "source", "cases", "failed")
     return Table("Every number", (*heads, *names), tuple(_every(row, names) for row in rows))
 
 
@@ -164,7 +164,7 @@ def _mark(row: Summary, name: str, rows: Sequence[Summary]) -> Literal["best", "
 
 
 def _kind(row: Summary) -> tuple[bool, str, str]:
-    return row.published, row.protocol, row.moment
+    return row.published, row.protocol, row.phase
 
 
 def _unedited(row: Summary, name: str, rows: Sequence[Summary]) -> float | None:
@@ -191,7 +191,7 @@ def _every(row: Summary, names: Sequence[str]) -> tuple[Cell, ...]:
     source = "published" if row.published else "ours"
     numbers = (row.metrics.get(name, NONE) for name in names)
     return (
-        row.model, row.data, row.method, row.protocol, row.moment, source, row.cases,
+        row.model, row.data, row.method, row.protocol, row.phase, source, row.cases,
         _head(row)[-1], *numbers,
     )  # fmt: skip
 

@@ -76,17 +76,17 @@ class CheckRow:
     kept: bool
 
 
-def check_rows(health: Mapping[str, Any]) -> Iterator[CheckRow]:
+def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
     """The guard rails of an edit's record."""
-    limits = health["limits"]
-    if (factor := health["division_factor"]) is not None:
+    limits = checks["limits"]
+    if (factor := checks["division_factor"]) is not None:
         least = limits["division_factor"]
         yield CheckRow("division factor", f"{factor:.3g}", f"at least {least:g}", factor >= least)
-    norm, most = health["update_norm"], limits["update_norm"]
+    norm, most = checks["update_norm"], limits["update_norm"]
     kept = norm is not None and norm <= most
     yield CheckRow("update norm", f"{_figure(norm)} of the weight's", f"at most {most:g}", kept)
-    before, after = health["perplexity_before"], health["perplexity_after"]
-    growth, most = health["perplexity_growth"], limits["perplexity"]
+    before, after = checks["perplexity_before"], checks["perplexity_after"]
+    growth, most = checks["perplexity_growth"], limits["perplexity"]
     kept = growth is not None and growth <= most
     both = f"{_figure(before)} → {_figure(after)}, × {_figure(growth)}"
     yield CheckRow("perplexity of a plain text", both, f"at most × {most:g}", kept)
@@ -140,13 +140,13 @@ def row_name(summary: Summary) -> str:
     if summary.protocol != "single":
         parts.append(summary.protocol)
     if summary.protocol == "sequential":
-        parts.append(WHEN[summary.moment])
+        parts.append(WHEN[summary.phase])
     if summary.published:
         parts.append("published")
     return ", ".join(parts)
 
 
-AXIS = {"layer": "layer", "token": "token", "bound": "bound ε", "prefix_lengths": "prefixes"}
+AXIS = {"layer": "layer", "token": "token", "max_change": "bound ε", "prefix_lengths": "prefixes"}
 TOKENS = {
     "subject-first": "first subject token",
     "subject-last": "last subject token",
@@ -164,7 +164,7 @@ def setting_name(axis: str, value: Setting) -> str:
     """A value of an axis in words."""
     if axis == "token":
         return TOKENS.get(str(value), str(value))
-    if axis == "bound":
+    if axis == "max_change":
         return "no bound" if value == NO_BOUND else f"{value:g}"
     if axis == "prefix_lengths":
         return "none" if value == "none" else str(value).replace(",", ", ").replace("x", " × ")
@@ -178,7 +178,7 @@ def line_name(settings: Mapping[str, Setting]) -> str:
 
 def _said(axis: str, value: Setting) -> str:
     """A value in words that tell its axis, too."""
-    if axis == "bound" and value != NO_BOUND:
+    if axis == "max_change" and value != NO_BOUND:
         return f"ε = {value:g}"
     before = {"layer": "layer ", "prefix_lengths": "prefixes: "}.get(axis, "")
     return before + setting_name(axis, value)

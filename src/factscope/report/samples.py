@@ -132,7 +132,7 @@ def column_name(record: CaseRecord) -> str:
     name = editor_name(record.method)
     if record.protocol == "single":
         return name
-    when = f", {WHEN[record.moment]}" if record.protocol == "sequential" else ""
+    when = f", {WHEN[record.phase]}" if record.protocol == "sequential" else ""
     return f"{name}, {record.protocol}{when}"
 
 

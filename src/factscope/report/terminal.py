@@ -75,8 +75,8 @@ def strongest_cells(record: TraceRecord, kind: str = "states", count: int = 5) -
 def strongest(cells: np.ndarray, count: int) -> list[tuple[int, int]]:
     """The places of the highest cells, highest first; cells not measured are left out."""
     order = np.argsort(-cells, axis=None, kind="stable")[: np.count_nonzero(~np.isnan(cells))]
-    places = [np.unravel_index(i, cells.shape) for i in order[:count]]
-    return [(int(token), int(layer)) for token, layer in places]
+    changed_weights = [np.unravel_index(i, cells.shape) for i in order[:count]]
+    return [(int(token), int(layer)) for token, layer in changed_weights]
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ def marked(text: str, words: Mapping[str, str]) -> Text:
     return line
 
 
-def rails_table(health: Mapping[str, Any]) -> Table | Text:
+def rails_table(checks: Mapping[str, Any]) -> Table | Text:
     """The guard rails with their limits."""
-    if not health:
+    if not checks:
         return Text("guard rails: not measured", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for rail in check_rows(health):
+    for rail in check_rows(checks):
         style = "" if rail.kept else "bold red"
         table.add_row(
             Text(rail.name, style="dim"), Text(rail.value, style=style), Text(rail.limit),
@@ -257,9 +257,9 @@ def rails_table(health: Mapping[str, Any]) -> Table | Text:
     return table
 
 
-def places_table(places: Sequence[ChangedWeight]) -> Text:
+def places_table(changed_weights: Sequence[ChangedWeight]) -> Text:
     """Where it is written, a line for each weight."""
-    return Text("\n").join([Text(plain(weight_label(place))) for place in places])
+    return Text("\n").join([Text(plain(weight_label(place))) for place in changed_weights])
 
 
 def facts_table(records: Iterable[EditRecord]) -> Table:

@@ -92,7 +92,7 @@ def run_sequential(
     folder: RunFolder,
     pieces: Sequence[tuple[Case, ...]],
     unedited: UneditedScores,
-    done: Callable[[int], None],
+    progress: Callable[[int], None],
 ) -> None:
     """Write the facts that are not yet written, then score all cases at the end."""
     cases = list(chain(*pieces))
@@ -100,9 +100,9 @@ def run_sequential(
     lm, edits = evaluation.lm, folder.path / "edits"
     edits.mkdir(exist_ok=True)
     there = folder.case_records()
-    written = [record for record in there if record.moment == "edit"]
-    ended = {record.fact for record in there if record.moment == "end"}
-    done(len(written))
+    written = [record for record in there if record.phase == "edit"]
+    ended = {record.fact for record in there if record.phase == "end"}
+    progress(len(written))
     with ExitStack() as stack:
         for record in written:
             if not record.failed:
@@ -115,7 +115,7 @@ def run_sequential(
                 stack.enter_context(edit.applied(lm, force=True))
             folder.append(record)
             written.append(record)
-            done(1)
+            progress(1)
         by_fact = {record.fact: record for record in written}
         for some in pieces:
             left = [case for case in some if case.fact not in ended]
@@ -212,14 +212,14 @@ class EvaluateRun:
 
     def complete(self, folder: RunFolder, cases: Sequence[Case]) -> bool:
         """Whether every case has its records."""
-        moments = ("edit", "end") if self.protocol == "sequential" else ("edit",)
-        there = {(record.fact, record.moment) for record in folder.case_records()}
-        return all((case.fact, moment) in there for case in cases for moment in moments)
+        phases = ("edit", "end") if self.protocol == "sequential" else ("edit",)
+        there = {(record.fact, record.phase) for record in folder.case_records()}
+        return all((case.fact, phase) in there for case in cases for phase in phases)
 
     def evaluation(self, lm: LM) -> Evaluation:
         """The editor on a model, ready to be evaluated."""
         return Evaluation(
-            lm=lm, editor=self.editor.settled(lm), data=self.name, method=self.method,
+            lm=lm, editor=self.editor.resolve(lm), data=self.name, method=self.method,
             asking=self.asking, likeness=self.likeness,
         )  # fmt: skip
 
@@ -236,16 +236,16 @@ class EvaluateRun:
         cases: Sequence[Case],
         *,
         crew: Executor | None = None,
-        done: Callable[[int], None] = lambda n: None,
+        progress: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Evaluate what is not yet in the folder."""
         unedited = UneditedScores(lm, self.asking, self._referenced())
         pieces = self.pieces(cases, PIECE.get(lm.device.type, 4))
         if self.protocol == "sequential":
-            run_sequential(self.evaluation(lm), folder, pieces, unedited, done)
+            run_sequential(self.evaluation(lm), folder, pieces, unedited, progress)
             return
         finished = {record.fact for record in folder.case_records()}
-        done(sum(case.fact in finished for case in cases))
+        progress(sum(case.fact in finished for case in cases))
         wanted = [
             WorkItem(number, some, unedited.read(some))
             for number, some in enumerate(pieces)
@@ -258,7 +258,7 @@ class EvaluateRun:
             for record in records:
                 if record.fact not in finished:
                     folder.append(record)
-                    done(1)
+                    progress(1)
 
     def _referenced(self) -> dict[str, Any] | None:
         return None if self.references is None else {"sha256": sha256(self.references)}
@@ -279,7 +279,7 @@ def run_item(
 ) -> tuple[WorkItem, list[CaseRecord]]:
     """The unedited scores where they are not known yet, the edits, and the scores after them."""
     before = evaluation.unedited(piece.cases) if piece.before is None else piece.before
-    done = WorkItem(piece.number, piece.cases, before)
+    finished = WorkItem(piece.number, piece.cases, before)
     if protocol == "batch":
-        return done, evaluation.batch(piece.cases, before, piece.number)
-    return done, evaluation.single(piece.cases, before)
+        return finished, evaluation.batch(piece.cases, before, piece.number)
+    return finished, evaluation.single(piece.cases, before)

@@ -155,20 +155,20 @@ class SweepRun:
         cases: Sequence[Case],
         *,
         crews: Crews = lambda run: nullcontext(None),
-        done: Callable[[int], None] = lambda n: None,
+        progress: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Evaluate what is not yet in the folder, point by point."""
         for point in points:
             failures = read_failures(folder.path)
             try:
-                _go_on(lm, folder.path, point, cases, crews, done)
+                _go_on(lm, folder.path, point, cases, crews, progress)
                 failures.pop(point.name, None)
             except STOPPING:
                 raise
             except FactscopeError as error:
                 log.info("%s: %s", point.name, error)
                 failures[point.name] = f"{type(error).__name__}: {error}"
-                done(len(cases))
+                progress(len(cases))
             write_failures(folder.path, failures)
 
 
@@ -178,14 +178,14 @@ def _go_on(
     point: SweepPoint,
     cases: Sequence[Case],
     crews: Crews,
-    done: Callable[[int], None],
+    progress: Callable[[int], None],
 ) -> None:
     """One point, if it is not complete."""
     if isinstance(point.run, FactscopeError):
         raise point.run
     folder = point.run.begin(lm, point_path(path, point.settings))
     if point.run.complete(folder, cases):
-        done(len(cases))
+        progress(len(cases))
         return
     with crews(point.run) as crew:
-        point.run.go_on(lm, folder, cases, crew=crew, done=done)
+        point.run.go_on(lm, folder, cases, crew=crew, progress=progress)

@@ -68,13 +68,19 @@ class TraceRun:
         facts: tuple[Fact, ...],
         *,
         memory: int | None = None,
-        done: Callable[[int], None] = lambda n: None,
+        progress: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Trace what is not yet in the folder. σ is that of all the run's subjects."""
         finished = {record.fact for record in folder.records()}
-        done(sum(fact in finished for fact in facts))
+        progress(sum(fact in finished for fact in facts))
         scale = default_scale(lm, self.settings.corruption, facts)
         for record in trace_many(
-            lm, facts, self.settings, scale=scale, memory=memory, finished=finished, done=done
+            lm,
+            facts,
+            self.settings,
+            scale=scale,
+            memory=memory,
+            finished=finished,
+            progress=progress,
         ):
             folder.append(record)

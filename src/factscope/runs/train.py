@@ -196,7 +196,7 @@ class TrainRun:
         folder: RunFolder,
         trainer: Trainer | None = None,
         *,
-        done: Callable[[float], None] = lambda share: None,
+        progress: Callable[[float], None] = lambda share: None,
         seen: Callable[[TrainingRecord], None] = lambda record: None,
     ) -> Path:
         """Train from where the folder is to the end; the file of the best weights.
@@ -206,7 +206,7 @@ class TrainRun:
         trainer = trainer or self.trainer(lm)
         _take_up(trainer, folder)
         saver = _Saver(self, trainer, folder)
-        done(self._share(trainer))
+        progress(self._share(trainer))
         try:
             if not folder.training_records():
                 saver.look(seen)
@@ -216,7 +216,7 @@ class TrainRun:
                 at_end = self._over(trainer)
                 if trainer.progress.step % self.training.every == 0 or at_end:
                     saver.look(seen)
-                done(self._share(trainer) - before)
+                progress(self._share(trainer) - before)
         except NoProgress:
             saver.write_weights()
             raise

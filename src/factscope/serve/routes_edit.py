@@ -66,7 +66,9 @@ def edit_routes(served: ServerState) -> APIRouter:
 
         def work(job: Job) -> None:
             check_lengths(served, [case.fact.text, *case.paraphrases, *case.neighbours])
-            edit = editors.find(body)(served.lm, [case.fact], done=lambda x: job.done(SEARCH * x))
+            edit = editors.find(body)(
+                served.lm, [case.fact], progress=lambda x: job.done(SEARCH * x)
+            )
             record = tried(served, edit, case)
             made = served.visitors.keep(visitor, edit, record, asked)
             job.say({"event": "edit", "edit": told(made)})
@@ -129,7 +131,7 @@ class Editors:
         """The editor that a request names."""
         key = body.method, body.layer, body.without_statistics
         if key not in self._kept:
-            made = self._made(body).settled(self._lm)
+            made = self._made(body).resolve(self._lm)
             while len(self._kept) >= FEW:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[key] = made
@@ -226,11 +228,11 @@ def told(made: StoredEdit) -> dict[str, Any]:
         "new": record.own.new,
         "old": record.true,
         "method": record.method,
-        "places": [weight_label(place) for place in record.places],
+        "changed_weights": [weight_label(place) for place in record.changed_weights],
         "prompts": [_prompt(scores) for scores in record.prompts],
         "generations": [vars_of(generation) for generation in record.generations],
-        "rails": [vars(rail) for rail in check_rows(record.health)] if record.health else [],
-        "complaints": list(record.health.get("complaints", [])),
+        "rails": [vars(rail) for rail in check_rows(record.checks)] if record.checks else [],
+        "complaints": list(record.checks.get("complaints", [])),
     }
 
 

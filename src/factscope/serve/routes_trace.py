@@ -57,7 +57,7 @@ def tracing(
     def work(job: Job) -> None:
         served.limits.check_tokens(len(encode_fact(served.lm, fact)[0]))
         pieces = stream_trace(
-            served.lm, fact, settings, memory=served.memory, only=tables, done=job.done
+            served.lm, fact, settings, memory=served.memory, only=tables, progress=job.done
         )
         last: TraceRecord | None = None
         for piece in pieces:

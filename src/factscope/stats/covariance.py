@@ -237,7 +237,7 @@ def collect(
     until: float | None = None,
     partial: Path | None = None,
     every: float = 30.0,
-    done: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[SecondMoment]:
     """C of each layer over the first so many tokens of the windows, or as many as there are.
 
@@ -255,8 +255,8 @@ def collect(
     state = keeper.read(
         PartialState(sums=MomentSums(layers=layers), history={n: [] for n in layers})
     )
-    done = done or (lambda _: None)
-    done(state.sums.tokens)
+    progress = progress or (lambda _: None)
+    progress(state.sums.tokens)
     left = batches(chosen(windows, tokens, shard, state.windows), rows_of(lm, rows))
     growth = GROWTH if until is None else GROWTH_UNTIL
     for batch in takewhile(lambda _: not _converged(state, until), left):
@@ -264,7 +264,7 @@ def collect(
         _add_(lm, state, batch)
         if state.sums.tokens >= look:
             _compare_(state)
-        done(sum(map(len, batch)))
+        progress(sum(map(len, batch)))
         keeper.keep(state)
     if not state.sums.tokens:
         raise BadStats("the text has no tokens; give a longer one")
@@ -380,8 +380,8 @@ def _moment(lm: "LM", state: PartialState, layer: int, corpus: str) -> SecondMom
 
 def rows_of(lm: "LM", rows: int | None) -> Callable[[int], int]:
     """How many windows of a length go together."""
-    at_once = TOKENS_AT_ONCE.get(lm.device.type, TOKENS_AT_ONCE["cpu"])
-    return lambda length: rows or max(1, at_once // length)
+    facts_per_pass = TOKENS_AT_ONCE.get(lm.device.type, TOKENS_AT_ONCE["cpu"])
+    return lambda length: rows or max(1, facts_per_pass // length)
 
 
 def _checked(lm: "LM", layers: Sequence[int], tokens: int, shard: Shard) -> list[int]:

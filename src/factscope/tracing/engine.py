@@ -200,7 +200,7 @@ def restore(
     stretches: Sequence[Segment],
     restoration: Restoration,
     job: BatchSizes,
-    done: Done = lambda share: None,
+    progress: Done = lambda share: None,
 ) -> Float[Tensor, "stretch layer"]:
     """The answer's probability with each stretch's first token restored at each layer."""
     table = torch.empty(len(stretches), lm.n_layers)
@@ -213,14 +213,14 @@ def restore(
             rows = [place[id(s)] for s in strands.stretches]
             share = len(rows) / len(stretches)
             table[rows] = _finite_walk(
-                lm, run, strands, restoration, job, lambda part, share=share: done(part * share)
+                lm, run, strands, restoration, job, lambda part, share=share: progress(part * share)
             ).T.cpu()
     return table
 
 
 def _groups(lm: LM, stretches: Sequence[Segment]) -> Iterator[tuple[list[Segment], bool]]:
     """Stretches that may go together: all of them, or, without packing, those of one token."""
-    if lm.arch.packs:
+    if lm.family.packs:
         yield list(stretches), False
         return
     for start in sorted({s.start for s in stretches}):
@@ -233,10 +233,10 @@ def _finite_walk(
     strands: PackedSegments,
     restoration: Restoration,
     job: BatchSizes,
-    done: Done,
+    progress: Done,
 ) -> Float[Tensor, "layer stretch"]:
     """A walk with quick products, or with the model's own where those left their range."""
-    quickly = propagate(lm, run, strands, restoration, job, done)
+    quickly = propagate(lm, run, strands, restoration, job, progress)
     if lm.dtype != torch.float32 or quickly.isfinite().all():
         return quickly
     return propagate(lm, run, strands, restoration, job, split_products=False)
@@ -248,7 +248,7 @@ def propagate(
     strands: PackedSegments,
     restoration: Restoration,
     job: BatchSizes,
-    done: Done = lambda share: None,
+    progress: Done = lambda share: None,
     *,
     split_products: bool = True,
 ) -> Float[Tensor, "layer stretch"]:
@@ -269,7 +269,7 @@ def propagate(
                 some = pending[begin : min(joined, begin + copies)]
                 with _intervened(lm, run, strands, restoration, layer, begin, len(some)):
                     some.copy_(replay(layer, some.flatten(0, 1)).view(some.shape))
-        done(joined / max(1, work))
+        progress(joined / max(1, work))
     return _answers(lm, strands, pending, job)
 
 

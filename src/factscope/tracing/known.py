@@ -22,7 +22,7 @@ def find_known(
     *,
     tokens: int = 10,
     batch: int = 64,
-    done: Callable[[int], None] = lambda n: None,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> Iterator[tuple[Fact, str]]:
     """The known facts among the given ones, their prompts drawn out up to the object, each with
     what the model said."""
@@ -36,7 +36,7 @@ def find_known(
             words = words_before(fact.target, said)
             if words is not None and PLACE not in words:
                 yield replace(fact, prompt=(fact.prompt + words).rstrip()), said
-        done(len(some))
+        progress(len(some))
 
 
 def words_before(target: str, said: str) -> str | None:

@@ -56,7 +56,7 @@ def stream_trace(
     scale: NoiseScale | None = None,
     memory: int | None = None,
     only: Collection[tuple[str, str]] | None = None,
-    done: Done = lambda share: None,
+    progress: Done = lambda share: None,
 ) -> Iterator[TraceRecord | CellUpdate]:
     """The record without tables, then cells as they are found, then the record as it is.
 
@@ -67,7 +67,7 @@ def stream_trace(
     scale = scale or default_scale(lm, settings.corruption, [fact])
     [question] = clean_answers(lm, [fact], settings)
     budget = Budget.of(lm, memory)
-    yield from stream_answer(lm, question, settings, scale, budget, done, only)
+    yield from stream_answer(lm, question, settings, scale, budget, progress, only)
 
 
 def stream_answer(
@@ -76,7 +76,7 @@ def stream_answer(
     settings: Tracing,
     scale: NoiseScale,
     budget: Budget,
-    done: Done,
+    progress: Done,
     only: Collection[tuple[str, str]] | None = None,
 ) -> Iterator[TraceRecord | CellUpdate]:
     """The same of a fact that was put to the model already."""
@@ -90,7 +90,7 @@ def stream_answer(
         job=budget.job(lm),
         unrestored=float(unrestored),
         only=only,
-        done=done,
+        progress=progress,
     )
     yield from growing.first_sample()
     yield from growing.other_samples()
@@ -109,7 +109,7 @@ class _Growing:
     """What a cell holds that restores nothing."""
     only: Collection[tuple[str, str]] | None
     """The tables to make; None for all."""
-    done: Done
+    progress: Done
 
     @cached_property
     def sums(self) -> dict[tuple[str, str], Float[Tensor, "token layer"]]:
@@ -177,7 +177,7 @@ class _Growing:
                 found = attributions(lm, ids, answer, kind, layer, path=path)
                 table[:, layer] = found.norm(dim=-1)
                 values = as_cell_table(table[:, [layer]].tolist())
-                self.done(1 / lm.n_layers / self.parts)
+                self.progress(1 / lm.n_layers / self.parts)
                 yield CellUpdate(
                     table="gradients", kind=kind, tokens=tokens, layers=(layer,),
                     values=values, samples=1,
@@ -222,7 +222,7 @@ class _Growing:
         share *= sum(map(len, every)) / len(samples) / self._slots(restoration)
         cells = restore(
             self.batch.lm, self.run, every, restoration, self.job,
-            lambda part: self.done(part * share),
+            lambda part: self.progress(part * share),
         )  # fmt: skip
         table = self.sums[name]
         table[list(tokens)] += cells.double().view(len(samples), len(tokens), -1).sum(0)

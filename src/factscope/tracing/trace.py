@@ -120,13 +120,13 @@ def trace_batch(
     settings: Tracing,
     scale: NoiseScale,
     budget: Budget,
-    done: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[TraceRecord]:
     """The record of every question; `done` hears each share of the work (of 1)."""
     batch = TraceBatch(lm=lm, questions=questions, settings=settings, scale=scale)
     run = batch.run(replace=settings.corruption.replace)
     records, unrestored = batch.unrestored(run)
-    tables = batch.tables(run, unrestored, budget, done)
+    tables = batch.tables(run, unrestored, budget, progress)
     return [
         replace(
             record,
@@ -233,14 +233,14 @@ class TraceBatch:
         run: ActivationCache,
         unrestored: Float[Tensor, " fact"],
         budget: Budget,
-        done: Callable[[float], None],
+        progress: Callable[[float], None],
     ) -> dict[tuple[str, str], list[CellTable]]:
         """Every table that the settings ask for, one of each for every fact."""
         wanted = self.restorations()
         job = budget.job(self.lm)
 
         def part_done(share: float) -> None:
-            done(share / len(wanted))
+            progress(share / len(wanted))
 
         found: dict[tuple[str, str], list[CellTable]] = {}
         for name, restoration in wanted.items():
@@ -335,7 +335,7 @@ def trace(
     *,
     scale: NoiseScale | None = None,
     memory: int | None = None,
-    done: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> TraceRecord:
     """Trace one fact; a fact that the model does not know is traced all the same.
 
@@ -344,7 +344,7 @@ def trace(
     settings = settings or Tracing()
     scale = scale or default_scale(lm, settings.corruption, [fact])
     [question] = clean_answers(lm, [fact], settings)
-    return _trace_within(lm, [question], settings, scale, Budget.of(lm, memory), done)[0]
+    return _trace_within(lm, [question], settings, scale, Budget.of(lm, memory), progress)[0]
 
 
 def trace_many(
@@ -355,7 +355,7 @@ def trace_many(
     scale: NoiseScale | None = None,
     memory: int | None = None,
     finished: Collection[Fact] = (),
-    done: Callable[[int], None] = lambda n: None,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> Iterator[TraceRecord]:
     """Trace many facts, several of about the same length in a batch, as each batch is finished.
 
@@ -376,10 +376,10 @@ def trace_many(
         for question in questions:
             if not question.known:
                 yield unknown_fact_record(lm, question, settings)
-                done(1)
+                progress(1)
         for batch in batches(lm, [q for q in questions if q.known], settings, budget):
             yield from _trace_within(lm, batch, settings, scale, budget)
-            done(len(batch))
+            progress(len(batch))
 
 
 def default_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> NoiseScale:
@@ -413,11 +413,11 @@ def _trace_within(
     settings: Tracing,
     scale: NoiseScale,
     budget: Budget,
-    done: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[TraceRecord]:
     """Trace a batch; where memory runs out, in halves, and with half the bound."""
     try:
-        return trace_batch(lm, questions, settings, scale, budget, done)
+        return trace_batch(lm, questions, settings, scale, budget, progress)
     except RuntimeError as error:
         if not is_out_of_memory(error) or budget.bytes < 2**20:
             raise

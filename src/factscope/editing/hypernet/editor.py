@@ -29,7 +29,7 @@ from factscope.editing.checks import (
 )
 from factscope.editing.contexts import EditRequest, edit_requests
 from factscope.editing.edit import Edit, LowRank, add_changes
-from factscope.editing.editor import Editor, Progress, map_valid, raise_first_error
+from factscope.editing.editor import Editor, map_valid, raise_first_error
 from factscope.editing.hypernet.gradients import (
     FactorChange,
     SplitModel,
@@ -45,6 +45,7 @@ from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
 from factscope.facts import Fact
 from factscope.lm.accel.buckets import LengthBuckets
 from factscope.lm.accel.graphs import played, plays
+from factscope.progress import Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -129,14 +130,14 @@ class HypernetEditor(Editor):
     """What `factscope train` made: the file, or what `load` read from it."""
     scale: float = 1.0
     """What every edit is multiplied by."""
-    at_once: int | None = None
+    facts_per_pass: int | None = None
     """How many facts go through the model together; None for what suits the device."""
 
     def __post_init__(self) -> None:
         if isinstance(self.weights, Path):
             object.__setattr__(self, "weights", load_weights(self.weights, self.method))
-        if self.at_once is not None and self.at_once < 1:
-            raise BadSetting(f"at_once is {self.at_once}; at least one fact must go through")
+        if self.facts_per_pass is not None and self.facts_per_pass < 1:
+            raise BadSetting(f"at_once is {self.facts_per_pass}; at least one fact must go through")
 
     @classmethod
     def load(cls: type[L], path: str | Path, **settings: Any) -> L:
@@ -158,7 +159,7 @@ class HypernetEditor(Editor):
         """What the paper's tables call it: by the data that it was trained on."""
         return self.trained.row
 
-    def settled(self: L, lm: "LM") -> L:
+    def resolve(self: L, lm: "LM") -> L:
         """The same, if its weights are for this model."""
         self.trained.places(lm)
         return self
@@ -168,19 +169,19 @@ class HypernetEditor(Editor):
         return {"weights_sha256": self.trained.sha256, "scale": self.scale, "method": self.method}
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> Edit:
         """One edit that writes all the facts: the sum of their edits."""
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
-        single = raise_first_error(self.ready(lm).attempt(facts, done))
+        single = raise_first_error(self.ready(lm).attempt(facts, progress))
         return _measured(lm, [_together(single)])[0]
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, done: Progress = lambda share: None
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
     ) -> list[Edit | FactscopeError]:
         """An edit for each fact alone, or why there is none."""
-        edits = self.ready(lm).attempt(facts, done)
+        edits = self.ready(lm).attempt(facts, progress)
         return map_valid(edits, lambda edits: _measured(lm, edits))
 
     def ready(self, lm: "LM") -> "BoundHypernet":
@@ -221,17 +222,18 @@ class BoundHypernet:
             lm=self.lm, places=self.places, network=self.network, scale=self.settings.scale
         )
 
-    def attempt(self, facts: Sequence[Fact], done: Progress) -> list[Edit | FactscopeError]:
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact, or why there is none."""
-        size = self.settings.at_once or AT_ONCE.get(self.lm.device.type, 8)
+        size = self.settings.facts_per_pass or AT_ONCE.get(self.lm.device.type, 8)
 
-        def solve(some: Sequence[EditRequest], done: Progress) -> "list[Edit | FactscopeError]":
+        def solve(some: Sequence[EditRequest], progress: Progress) -> "list[Edit | FactscopeError]":
             made = self.edits(some)
-            done(1.0)
+            progress(1.0)
             return made
 
         return map_valid(
-            edit_requests(self.lm, facts), lambda asked: run_in_batches(asked, size, solve, done)
+            edit_requests(self.lm, facts),
+            lambda asked: run_in_batches(asked, size, solve, progress),
         )
 
     def edits(self, requests: Sequence[EditRequest]) -> "list[Edit | FactscopeError]":
@@ -255,8 +257,8 @@ class BoundHypernet:
         (own,) = _by_fact(changes)
         edit = self._edit(asked, own, losses.item())
         if isinstance(edit, Edit):
-            health = measure_checks(self.lm, edit, *perplexities(texts))
-            edit = replace(edit, health=health).to("cpu")
+            checks = measure_checks(self.lm, edit, *perplexities(texts))
+            edit = replace(edit, checks=checks).to("cpu")
         return edit
 
     def _lines(self, requests: Sequence[EditRequest]) -> TokenBatch:
@@ -308,7 +310,7 @@ def _by_fact(changes: Sequence[FactorChange]) -> Iterator[list[LowRank]]:
 
 def _measured(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
     """The edits with their guard rails, which one alone may have already."""
-    return list(edits) if all(edit.health for edit in edits) else with_checks(lm, edits)
+    return list(edits) if all(edit.checks for edit in edits) else with_checks(lm, edits)
 
 
 def _together(edits: Sequence[Edit]) -> Edit:

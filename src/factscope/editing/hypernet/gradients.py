@@ -220,7 +220,7 @@ def target_modules(lm: "LM", layers: Sequence[int]) -> list[TargetModule]:
 
 def _shape(lm: "LM", module: Any) -> WeightShape:
     rows, columns = module.weight.shape
-    keys, values = (rows, columns) if lm.arch.transposed else (columns, rows)
+    keys, values = (rows, columns) if lm.family.transposed else (columns, rows)
     return f"{lm.name_of(module)}.weight", keys, values
 
 

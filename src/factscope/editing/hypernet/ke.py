@@ -34,7 +34,7 @@ class KeConfig(HypernetConfig):
     """Width of what the LSTM's end state is mapped to."""
     hidden: int = 128
     """Width of each place's own layer."""
-    rate: float = 5e-5
+    lr: float = 5e-5
     """How far an edit goes at first: ‖ΔW‖ is about this times √(keys · values) for each token."""
 
 
@@ -46,7 +46,7 @@ class Gate(nn.Module):
         self.keys, self.values = keys, values
         self.inner = nn.Linear(design.condition, design.hidden)
         self.outer = nn.Linear(design.hidden, 2 * (keys + values) + 1)
-        self.log_rate = nn.Parameter(torch.tensor(math.log(2 * design.rate)))  # σ(0) = 1/2
+        self.log_rate = nn.Parameter(torch.tensor(math.log(2 * design.lr)))  # σ(0) = 1/2
         with torch.no_grad():
             self.outer.weight *= 0.1
             self.outer.bias.zero_()
@@ -95,8 +95,8 @@ class KeNetwork(Hypernetwork):
         B = torch.cat([delta * r[:, None], r_[:, None]], dim=1) * gate[:, None]
         return FactorChange(B=B.mT, A=torch.cat([x * c[:, None], c_[:, None]], dim=1))
 
-    def groups(self, rate: float) -> list[dict[str, Any]]:
+    def groups(self, lr: float) -> list[dict[str, Any]]:
         """Everything at the rate, but for the edits' own."""
         rates = [gate.log_rate for gate in self.gates]
         others = [p for name, p in self.named_parameters() if not name.endswith("log_rate")]
-        return [{"params": others, "lr": rate}, {"params": rates, "lr": 1e-2}]
+        return [{"params": others, "lr": lr}, {"params": rates, "lr": 1e-2}]

@@ -33,7 +33,7 @@ class MendConfig(HypernetConfig):
     """Of its layers; the published one is 1920, for weights of 1600 × 6400."""
     hidden: int = 1
     """Layers before the last."""
-    rate: float = 1e-4
+    lr: float = 1e-4
     """What edits are multiplied by at first."""
 
 
@@ -78,7 +78,7 @@ class MendNetwork(Hypernetwork):
             )
             for kind in self.kinds
         )
-        self.log_rates = nn.Parameter(torch.full((len(shapes),), math.log(design.rate)))
+        self.log_rates = nn.Parameter(torch.full((len(shapes),), math.log(design.lr)))
 
     def changes(
         self, factors: Sequence[GradientFactors], read: Float[Tensor, "fact state"]
@@ -95,13 +95,13 @@ class MendNetwork(Hypernetwork):
         for layer in self.networks[network]:  # pyright: ignore[reportGeneralTypeIssues]
             both = layer(both, seat)
         x, delta = both.split([x.shape[-1], delta.shape[-1]], dim=-1)
-        rate = self.log_rates[place].exp()
-        return FactorChange(B=factors.table(-rate * delta).mT, A=factors.table(x))
+        lr = self.log_rates[place].exp()
+        return FactorChange(B=factors.table(-lr * delta).mT, A=factors.table(x))
 
-    def groups(self, rate: float) -> list[dict[str, Any]]:
+    def groups(self, lr: float) -> list[dict[str, Any]]:
         """The networks at the rate, the edits' rates at their own."""
         rates = [self.log_rates]
         return [
-            {"params": list(self.networks.parameters()), "lr": rate},
+            {"params": list(self.networks.parameters()), "lr": lr},
             {"params": rates, "lr": RATES},
         ]

@@ -145,5 +145,5 @@ class Hypernetwork(nn.Module, ABC):
         """Each place's change for each fact."""
 
     @abstractmethod
-    def groups(self, rate: float) -> list[dict[str, Any]]:
+    def groups(self, lr: float) -> list[dict[str, Any]]:
         """The parameters with their learning rates, as torch's optimisers take them."""

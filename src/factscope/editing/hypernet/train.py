@@ -125,7 +125,7 @@ class Training:
     """The layers whose MLPs are edited; None for the last three."""
     design: tuple[tuple[str, Any], ...] = ()
     """Further settings of the network, such as ("rank", 256); see its design."""
-    rate: float = 3e-4
+    lr: float = 3e-4
     """Adam's learning rate."""
     warm_up: int = 20
     """Steps over which the rate rises from 0."""
@@ -151,8 +151,8 @@ class Training:
         for name, least in (("batch", 2), ("every", 1), ("held_out", 2), ("warm_up", 0)):
             if getattr(self, name) < least:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        if not self.rate > 0:
-            raise BadSetting(f"rate is {self.rate}; it must be above 0")
+        if not self.lr > 0:
+            raise BadSetting(f"lr is {self.lr}; it must be above 0")
         design, _ = NETWORKS[self.method]
         own = {field.name for field in fields(design)} - {"places", "layers", "width"}
         for name, _ in self.design:
@@ -192,7 +192,7 @@ class Trainer:
         self.shelf = BatchCache(lm, self.halves, lessons, shown, training.batch)
         self.held = BatchCache(lm, self.halves, lessons, held, training.batch)
         self.network = self._network(tuple(sorted(set(layers))))
-        self.adam = torch.optim.Adam(self.network.groups(training.rate))
+        self.adam = torch.optim.Adam(self.network.groups(training.lr))
         self.rates = [group["lr"] for group in self.adam.param_groups]
         self.progress = TrainingProgress()
         self.begun = False
@@ -239,8 +239,8 @@ class Trainer:
     def _learn(self, group: ExampleBatch, turn: int) -> float:
         self.network.train()
         warm = min(1.0, (self.progress.step + 1) / max(1, self.training.warm_up))
-        for settings, rate in zip(self.adam.param_groups, self.rates, strict=True):
-            settings["lr"] = rate * warm
+        for settings, lr in zip(self.adam.param_groups, self.rates, strict=True):
+            settings["lr"] = lr * warm
         seen = training_pass(
             self.lm, self.places, self.halves, self.network, group, turn, learn=True
         )  # fmt: skip
@@ -263,7 +263,7 @@ class Trainer:
     def _diverged(self, what: str, value: float) -> str:
         return (
             f"at step {self.progress.step} the {what} of training is no number ({value}); what "
-            f"was learned up to step {max(0, self.progress.best_step)} is kept. Lower --rate, or "
+            f"was learned up to step {max(0, self.progress.best_step)} is kept. Lower --lr, or "
             "load the model in float32"
         )
 

@@ -81,9 +81,9 @@ class HypernetWeights:
             )
         design = self.network.design
         known = ("learned places", design.layers, design.places)
-        if known not in lm.kept:  # names are slow to find, and an edit is quick
-            lm.kept[known] = check_fit(lm, design)
-        return lm.kept[known]
+        if known not in lm.cache:  # names are slow to find, and an edit is quick
+            lm.cache[known] = check_fit(lm, design)
+        return lm.cache[known]
 
     def on(self, device: torch.device) -> Hypernetwork:
         """The network on a device, not to be trained."""

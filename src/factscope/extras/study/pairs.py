@@ -146,7 +146,7 @@ def _names(runs: Mapping[str, Sequence[CaseRecord]]) -> dict[str, str]:
 
 def _written(records: Sequence[CaseRecord]) -> dict[Fact, tuple[str, ...]]:
     texts: dict[Fact, tuple[str, ...]] = {}
-    for record in sorted(records, key=lambda record: record.moment == "end"):
+    for record in sorted(records, key=lambda record: record.phase == "end"):
         if record.after and record.after.texts:
             texts[record.fact] = record.after.texts
     return _some(texts, records[0].method)

@@ -144,7 +144,7 @@ def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T
     places = _places(lm.model) if plays(lm) else None
     if places is None:
         return function(*given)
-    passes: dict[Any, _Pass] = lm.kept.setdefault(NAME, {})
+    passes: dict[Any, _Pass] = lm.cache.setdefault(NAME, {})
     shapes = tuple((x.shape, x.dtype) for x in given)
     key = (name, shapes, torch.get_float32_matmul_precision(), places)
     known = passes[key] = passes.pop(key, None) or _Pass()  # now the newest

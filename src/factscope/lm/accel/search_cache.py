@@ -123,17 +123,17 @@ def shelf_for(lm: LM) -> Shelf | None:
     """The model's shelf, with nothing on it that is out of date; None where nothing is kept."""
     if lm.device.type != "cuda":
         return None
-    shelf: Shelf | None = lm.kept.get(NAME)
+    shelf: Shelf | None = lm.cache.get(NAME)
     if shelf is not None:
         shelf.refresh(lm)
     elif _may_keep(lm):
-        shelf = lm.kept[NAME] = Shelf.of(lm, torch.cuda.graph_pool_handle())
+        shelf = lm.cache[NAME] = Shelf.of(lm, torch.cuda.graph_pool_handle())
     return shelf
 
 
 def quick_where_kept(lm: LM) -> Quickly | None:
     """Blocks whose products are kept made quick, where that makes a single run faster."""
-    shelf = shelf_for(lm) if NAME in lm.kept and splits(lm.dtype) else None
+    shelf = shelf_for(lm) if NAME in lm.cache and splits(lm.dtype) else None
     return None if shelf is None else shelf.quick(lm, list(shelf.products))
 
 

@@ -82,7 +82,7 @@ def _draw(ax: Axes, sweep: Sweep, line: Line, name: str, color: str) -> None:
     low, high = y - half, y + half
     if name not in WHOLE:
         low, high = np.clip(low, 0, 100), np.clip(high, 0, 100)
-    if sweep.across in ("layer", "bound"):
+    if sweep.across in ("layer", "max_change"):
         ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         dot = 2.2 if len(values) <= CROWDED else 0
         ax.plot(x, y, color=color, linewidth=1.3, marker="o", markersize=dot, label=label)
@@ -152,17 +152,17 @@ def _colors(lines: Sequence[Line]) -> list[str]:
     axes = list(lines[0].settings)
     if axes == ["token"]:
         return [TOKEN_COLORS.get(str(line.settings["token"]), OTHERS[0]) for line in lines]
-    if axes == ["bound"]:
-        return _shades([line.settings["bound"] for line in lines])
+    if axes == ["max_change"]:
+        return _shades([line.settings["max_change"] for line in lines])
     return [OTHERS[i % len(OTHERS)] for i in range(len(lines))]
 
 
 def _shades(bounds: Sequence[Setting]) -> list[str]:
-    sizes = sorted(bound for bound in bounds if not isinstance(bound, str))
+    sizes = sorted(max_change for max_change in bounds if not isinstance(max_change, str))
     shades = matplotlib.colormaps["YlOrRd"]
     steps = np.linspace(0.4, 0.9, max(len(sizes), 1))
     by_size = {size: to_hex(shades(step)) for size, step in zip(sizes, steps, strict=False)}
     return [
-        UNBOUND if bound == NO_BOUND or isinstance(bound, str) else by_size[bound]
-        for bound in bounds
+        UNBOUND if max_change == NO_BOUND or isinstance(max_change, str) else by_size[max_change]
+        for max_change in bounds
     ]

@@ -196,7 +196,7 @@ function rails(edit) {
   return el("div", { className: "scroll" }, el("table", {}, el("tbody", {},
     edit.rails.map((rail) => el("tr", {}, el("td", {}, rail.name), el("td", {}, rail.value), el("td", {}, rail.limit),
       el("td", { className: rail.kept ? "" : "failure" }, rail.kept ? "kept" : "broken"))))),
-    edit.places.map((place) => el("p", { className: "soft small" }, place)));
+    edit.changed_weights.map((place) => el("p", { className: "soft small" }, place)));
 }
 
 // ---- asking
