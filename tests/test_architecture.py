@@ -15,17 +15,16 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LEVELS = (
     ("errors",),
-    ("facts", "fetch", "files"),
+    ("facts", "io", "progress"),
     ("records",),
     ("analysis",),
-    ("study",),
+    ("extras",),
     ("report",),
     ("lm",),
     ("data",),
     ("stats",),
     ("tracing",),
     ("editing",),
-    ("learning",),
     ("evaluation",),
     ("runs",),
     ("serve",),
@@ -34,7 +33,7 @@ LEVELS = (
 """A module imports from levels above its own in this list, or from its own package."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-LIGHT = ("errors", "facts", "fetch", "files", "records", "analysis", "study", "report")
+LIGHT = ("errors", "facts", "io", "progress", "records", "analysis", "extras", "report")
 """What needs no torch."""
 
 
@@ -51,7 +50,7 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written out in full"
             assert node.module is not None
-            # `from factscope.lm import arch` means factscope.lm.families
+            # `from factscope.lm import families` means factscope.lm.families
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

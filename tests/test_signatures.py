@@ -38,5 +38,5 @@ def test_functions_inside_the_packages_functions_are_checked_each_time(time: str
     layer = nn.Linear(2, 2)
     with hook_outputs((layer, lambda out: out)):
         [hook] = layer._forward_hooks.values()
-        with pytest.raises(TypeCheckError, match=r"parameters of .*on_output.*hook"):
+        with pytest.raises(TypeCheckError, match=r"parameters of .*hook_outputs.*hook"):
             hook(f"not a module, the {time} time", (), torch.ones(2))

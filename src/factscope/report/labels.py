@@ -5,6 +5,7 @@ Methods, data sets and moments of an evaluation as they are called in tables and
 The axes of a sweep and their values, as they are called in tables and figures.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from statistics import fmean
 from typing import Any
 
 from factscope.analysis.metrics import UNEDITED, Summary
+from factscope.analysis.preferences import Interval, Preference
 from factscope.analysis.sweep import NO_BOUND, Setting, Sweep
+from factscope.analysis.training import TrainingCurve
 from factscope.records import ChangedWeight, PromptScores
 from factscope.report.style import display_token
 
 __all__ = [
+    "ASKED",
     "DATA",
     "HEADINGS",
     "CheckRow",
@@ -25,12 +29,16 @@ __all__ = [
     "check_rows",
     "editor_name",
     "line_name",
+    "number",
     "old_name",
     "percent",
     "published_method",
+    "ratio_text",
     "row_name",
     "setting_name",
+    "span",
     "sweep_title",
+    "training_title",
     "weight_label",
 ]
 
@@ -188,3 +196,31 @@ def sweep_title(sweep: Sweep) -> str:
     """The sweep in one line."""
     name = f"{editor_name(sweep.method)}: {DATA.get(sweep.data, sweep.data)}, {sweep.model}"
     return ", ".join([name, *(_said(axis, value) for axis, value in sweep.fixed.items())])
+
+
+ASKED = {"consistent": "consistency with the fact", "fluent": "fluency"}
+
+
+def ratio_text(found: Preference) -> str:
+    """The ratio with its interval: "1.8 (1.2 to 2.7)"."""
+    if not found.votes:
+        return "–"
+    return f"{number(found.ratio)} ({span(found.ratio_interval)})"
+
+
+def span(interval: Interval) -> str:
+    """An interval of ratios."""
+    return f"{number(interval.low)} to {number(interval.high)}"
+
+
+def number(ratio: float) -> str:
+    """A ratio, two digits at least."""
+    if math.isinf(ratio):
+        return "∞"
+    return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def training_title(course: TrainingCurve) -> str:
+    """The training in one line."""
+    data = DATA.get(course.data, course.data)
+    return f"{editor_name(course.method)} trained on {data}, {course.model}, {course.steps} steps"

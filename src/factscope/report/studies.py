@@ -27,22 +27,19 @@ from factscope.extras.study.pairs import Item, Study
 from factscope.io import write_atomic
 from factscope.report.figures.studies import preferences_figure
 from factscope.report.html import asset, escaped, figure_html, numbers_html, page, scrollable
-from factscope.report.labels import DATA, editor_name
+from factscope.report.labels import ASKED, DATA, editor_name, number, ratio_text, span
 from factscope.report.tables import Cell, Table, as_csv, as_latex, as_markdown
 from factscope.report.traces import write_figure
 
 __all__ = [
-    "ASKED",
     "every_vote",
     "form_page",
     "preference_table",
-    "ratio_text",
     "sentence",
     "study_page",
     "write_study_report",
 ]
 
-ASKED = {"consistent": "consistency with the fact", "fluent": "fluency"}
 MORE = {"consistent": "more consistent", "fluent": "more fluent"}
 NOTE = (
     "The ratio is the votes for A by those for B, without those that saw no difference. Its 95 % "
@@ -75,25 +72,6 @@ def _who(method: str) -> str:
 
 def _inverse(ratio: float) -> float:
     return math.inf if ratio == 0 else 1 / ratio
-
-
-def ratio_text(found: Preference) -> str:
-    """The ratio with its interval: "1.8 (1.2 to 2.7)"."""
-    if not found.votes:
-        return "–"
-    return f"{number(found.ratio)} ({span(found.ratio_interval)})"
-
-
-def span(interval: Interval) -> str:
-    """An interval of ratios."""
-    return f"{number(interval.low)} to {number(interval.high)}"
-
-
-def number(ratio: float) -> str:
-    """A ratio, two digits at least."""
-    if math.isinf(ratio):
-        return "∞"
-    return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def preference_table(found: Sequence[Preference]) -> Table:

@@ -15,7 +15,7 @@ from factscope.io import write_atomic
 from factscope.records import TrainingRecord
 from factscope.report.figures.training import training_figure
 from factscope.report.html import figure_html, numbers_html, page, scrollable, settings_html
-from factscope.report.labels import DATA, editor_name
+from factscope.report.labels import DATA, editor_name, training_title
 from factscope.report.tables import Cell, Marked, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.traces import write_figure
 
@@ -23,7 +23,6 @@ __all__ = [
     "every_look",
     "looks_table",
     "training_page",
-    "training_title",
     "training_values",
     "write_training_report",
 ]
@@ -36,12 +35,6 @@ NOTE = (
     "Means over the held-out examples; shares in percent. "
     "Marked: the look with the least loss, whose network is kept."
 )
-
-
-def training_title(course: TrainingCurve) -> str:
-    """The training in one line."""
-    data = DATA.get(course.data, course.data)
-    return f"{editor_name(course.method)} trained on {data}, {course.model}, {course.steps} steps"
 
 
 def looks_table(course: TrainingCurve) -> Table:

@@ -156,7 +156,7 @@ def _sizes(
         "past": past_key.shape[2], "dim": dim,
         "SLOTS": max(16, triton.next_power_of_2(slots)),
         "DIM": max(16, triton.next_power_of_2(dim)),
-        "SUFFIX_BLOCK": SUFFIX_BLOCK, "KIND": KINDS[bias.dtype],
+        "BLOCK": SUFFIX_BLOCK, "KIND": KINDS[bias.dtype],
         "num_warps": 1 if slots <= 16 and bias.dtype != torch.float32 else 4,
     }  # fmt: skip
 

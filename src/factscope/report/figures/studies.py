@@ -6,8 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from factscope.analysis.preferences import Preference
-from factscope.report.labels import editor_name
-from factscope.report.studies import ASKED, ratio_text
+from factscope.report.labels import ASKED, editor_name, ratio_text
 from factscope.report.style import MEDIUM, SMALL, blank_figure, plain
 
 __all__ = ["preferences_figure"]

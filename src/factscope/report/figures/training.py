@@ -13,8 +13,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from factscope.analysis.training import TrainingCurve
 from factscope.errors import BadSetting
+from factscope.report.labels import training_title
 from factscope.report.style import MEDIUM, SMALL, blank_figure, plain
-from factscope.report.training import training_title
 
 __all__ = [
     "convergence_figure",

@@ -1,0 +1,187 @@
+"""factscope evaluate and report, as a user runs them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factscope.cli.evaluate_options import data_name
+from factscope.data.readers import read_cases
+from factscope.editing.knowledge_neurons import KN
+from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.lm.load import load
+from factscope.records import read_case_records
+
+from commands import Run, runner, saved_model
+from counterfact import record
+
+QUICK = ("--method", "ft", "--layer", "1", "--steps", "2", "--length", "12")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), spread=0.3)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps([record(i) for i in range(6)]))
+    return path
+
+
+def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) -> None:
+    done = run("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
+    assert done.code == 0, done.err
+    assert "| FT " in done.out
+    assert "unedited" in done.out
+    assert "Next: factscope report a" in done.out
+    rome = ("--method", "rome", "--layer", "1", "--no-stats", "--prefix-lengths", "none")
+    again = run(
+        "evaluate", "--model", model, "--data", cases, *rome, "--steps", 2, "--length", 12,
+        "--out", "b", "--json",
+    )  # fmt: skip
+    assert again.code == 0, again.err
+    said = json.loads(again.out)
+    assert [row["method"] for row in said["summaries"]] == ["none", "rome"]
+    assert {"S", "ES", "PS", "NS", "EM", "GE"} <= said["summaries"][1]["metrics"].keys()
+    assert said["summaries"][1]["cases"] == 6
+    both = run("report", "a", "b", "--out", "both", "--cases", "3")
+    assert both.code == 0, both.err
+    page = Path("both/index.html").read_text("utf-8")
+    assert "ROME" in page
+    assert "Tower 3" in page
+
+
+def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases: Path) -> None:
+    kn = ("--method", "kn", "--prefix-lengths", "none", "--limit", 2, "--length", 0)
+    done = run("evaluate", "--model", model, "--data", cases, *kn, "--out", "kn", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["summaries"][1]["method"] == "kn"
+    lm, given = load(str(model), device="cpu"), read_cases(cases).cases[:2]
+    records = list(read_case_records(Path("kn/records.jsonl")))
+    for case, made in zip(given, records, strict=True):
+        assert made.fact == case.fact
+        fact = replace(case.fact, old=case.true)
+        (edit,) = KN(prefixes=()).each(lm, [fact])
+        alone = score_cases(lm, [case], [edit], [0], asking=ScoringOptions(length=0))[0]
+        assert made.after is not None
+        for kind, asked in alone.prompts.items():
+            for one, other in zip(asked, made.after.prompts[kind], strict=True):
+                assert one.new == pytest.approx(other.new, rel=1e-4)
+
+
+def test_the_same_command_goes_on_and_another_is_refused(
+    run: Run, model: Path, cases: Path
+) -> None:
+    words = ("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
+    assert run(*words).code == 0
+    path = Path("a/records.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:40])
+    assert run(*words).code == 0
+    assert path.read_text() == "".join(lines)
+    other = run(*words, "--seed", 5)
+    assert other.code == 2
+    assert "+seed = 5" in other.err
+
+
+def test_broken_records_are_named_and_left_out(run: Run, model: Path, tmp_path: Path) -> None:
+    broken = [record(0), {"case_id": 1}, record(2)]
+    (tmp_path / "cases.json").write_text(json.dumps(broken))
+    words = ("evaluate", "--model", model, "--data", "cases.json", *QUICK, "--out", "a")
+    done = run(*words, "--json")
+    assert done.code == 0, done.err
+    (problem,) = json.loads(done.out)["left_out"]
+    assert "record 2" in problem
+    assert json.loads(done.out)["summaries"][1]["cases"] == 2
+
+
+@pytest.mark.parametrize("protocol", ["sequential", "batch"])
+def test_other_protocols(run: Run, model: Path, cases: Path, protocol: str) -> None:
+    more = ("--batch-size", 3) if protocol == "batch" else ()
+    done = run(
+        "evaluate", "--model", model, "--data", cases, *QUICK, "--protocol", protocol, *more,
+        "--out", "a", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["summaries"]
+    moments = [row["phase"] for row in rows if row["method"] != "none"]
+    assert moments == (["edit", "end"] if protocol == "sequential" else ["edit"])
+
+
+def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: Path) -> None:
+    texts = {"city": {"Rome": ["The city of Rome is old."]}, "P131": {"Rome": ["Rome is old."]}}
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    done = run(
+        "evaluate", "--model", model, *QUICK, "--limit", 3, "--references", "texts.json",
+        "--out", "a", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["summaries"][0]["data"] == "everyday"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--method", "magic"), "no method 'magic'"),
+        (("--method", "kn", "--steps", "1"), "steps is 1; a path needs at least two points"),
+        (("--data", "nowhere"), "nowhere"),
+        (("--protocol", "double"), "'double' is not known"),
+        (("--batch-size", "3"), "--protocol batch"),
+        (("--on", "mars"), "'mars' is not known"),
+        (("--layer", "99"), "99"),
+        (("--references", "nothing.json"), "nothing.json"),
+    ],
+)
+def test_bad_input_is_one_message(
+    run: Run, model: Path, cases: Path, words: tuple[str, ...], said: str
+) -> None:
+    given = {"--data": str(cases), "--method": "ft", "--length": "0"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    done = run("evaluate", "--model", model, "--out", "a", *[w for x in given.items() for w in x])
+    assert done.code == 2
+    assert said in done.err
+    assert not Path("a").exists()
+
+
+def test_without_a_folder_it_says_so(run: Run, model: Path) -> None:
+    done = run("evaluate", "--model", model)
+    assert done.code == 2
+    assert "--out FOLDER" in done.err
+
+
+def test_trace_and_edit_take_data_sets_by_name(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    known = {"known_id": 0, "subject": "Oslo", "prompt": "Oslo is in", "attribute": "Norway"}
+    (tmp_path / "mine" / "known_1000.json").write_text(json.dumps([known]))
+    (tmp_path / "mine" / "counterfact.json").write_text(json.dumps([record(0)]))
+    monkeypatch.setenv("FACTSCOPE_DATA", "mine")
+    traced = run("trace", "--model", model, "--facts", "known", "--out", "traces", "--json")
+    assert traced.code == 0, traced.err
+    assert json.loads(traced.out)["facts"] == 1
+    quick = ("--method", "ft", "--layer", 1, "--steps", 2)
+    written = run("edit", "--model", model, "--facts", "counterfact", *quick, "-o", "one.edit")
+    assert written.code == 0, written.err
+    assert run("trace", "--model", model, "--facts", "unknown", "--out", "t").code == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("zsre", "zsre"),
+        ("there/zsre_eval.json.gz", "zsre"),
+        ("counterfact.json", "counterfact"),
+        ("my-cases.jsonl", "my-cases"),
+    ],
+)
+def test_a_known_file_is_called_by_its_name(said: str, name: str) -> None:
+    assert data_name(said) == name

@@ -1,0 +1,483 @@
+"""An edit is a value: it goes in and comes off bit by bit, adds up, scales, and goes to rows."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from factscope.editing.applied import applied_edits
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
+from factscope.editing.per_row import edited
+from factscope.errors import BadEdit, UnsafeEdit
+from factscope.lm.model import LM
+
+from edits import (
+    BIASED,
+    FACT,
+    IDS,
+    assert_same,
+    attention,
+    dense,
+    edit_of,
+    has_bias,
+    logits,
+    low_rank,
+    mlp,
+    some_edits,
+    state_of,
+)
+from families import FAMILIES, tiny
+
+# ---- edits to try
+
+
+@pytest.fixture
+def gpt2() -> Iterator[LM]:
+    """A tiny GPT-2, whose weights are stored transposed."""
+    lm = tiny("gpt2")
+    before = state_of(lm)
+    yield lm
+    for edit in applied_edits(lm):
+        edit.revert(lm)
+    assert_same(state_of(lm), before)
+
+
+# ---- in and off again
+
+
+def test_an_edit_goes_in_and_comes_off(lm: LM) -> None:
+    before, unedited = state_of(lm), logits(lm)
+    for edit in some_edits(lm):
+        with edit.applied(lm) as same:
+            assert same is lm
+            assert applied_edits(lm) == (edit,)
+            after = state_of(lm)
+            assert not torch.allclose(logits(lm), unedited, rtol=1e-4, atol=1e-4)
+            changed = {name for name in before if not torch.equal(after[name], before[name])}
+            assert changed == set(edit.changes)
+        assert_same(state_of(lm), before)
+        assert applied_edits(lm) == ()
+    assert torch.equal(logits(lm), unedited)
+
+
+def test_the_weight_is_what_the_edit_says(lm: LM) -> None:
+    layer, name = 1, mlp(lm, 1)
+    before = lm.mlp_weight(layer).clone()
+    for change in (low_rank(lm, name, 2), dense(lm, name)):
+        with edit_of(lm, {name: change}).applied(lm):
+            torch.testing.assert_close(lm.mlp_weight(layer), before + change.matrix())
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+def test_edits_come_off_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
+    before, edits = state_of(gpt2), some_edits(gpt2)
+    for edit in edits:
+        edit.apply(gpt2)
+    for taken in range(1, 5):
+        edits[order[taken - 1]].revert(gpt2)
+        left = [edit for i, edit in enumerate(edits) if i not in order[:taken]]
+        assert applied_edits(gpt2) == tuple(left)
+        # As if the others had never been there: the same edits on a new model.
+        fresh = tiny("gpt2")
+        for edit in left:
+            edit.apply(fresh)
+        assert_same(state_of(gpt2), state_of(fresh))
+    assert_same(state_of(gpt2), before)
+
+
+def test_an_edit_comes_off_after_an_error(gpt2: LM) -> None:
+    before = state_of(gpt2)
+    first, second, *_ = some_edits(gpt2)
+    with pytest.raises(KeyboardInterrupt), first.applied(gpt2), second.applied(gpt2):
+        raise KeyboardInterrupt
+    assert_same(state_of(gpt2), before)
+    assert applied_edits(gpt2) == ()
+
+
+def test_blocks_may_overlap(gpt2: LM) -> None:
+    before = state_of(gpt2)
+    first, second, *_ = some_edits(gpt2)
+    outer, inner = first.applied(gpt2), second.applied(gpt2)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert applied_edits(gpt2) == (second,)
+    inner.__exit__(None, None, None)
+    assert_same(state_of(gpt2), before)
+
+
+def test_an_edit_is_applied_once(gpt2: LM) -> None:
+    edit = some_edits(gpt2)[0]
+    with edit.applied(gpt2):
+        there = state_of(gpt2)
+        with pytest.raises(BadEdit, match="applied already"):
+            edit.apply(gpt2)
+        with pytest.raises(BadEdit, match="applied already"), edit.applied(gpt2):
+            pass
+        assert_same(state_of(gpt2), there)
+        assert applied_edits(gpt2) == (edit,)
+
+
+def test_an_edit_that_is_not_there_does_not_come_off(gpt2: LM) -> None:
+    first, second, *_ = some_edits(gpt2)
+    with pytest.raises(BadEdit, match="apply it first"):
+        first.revert(gpt2)
+    with second.applied(gpt2), pytest.raises(BadEdit, match="apply it first"):
+        first.revert(gpt2)
+
+
+def test_two_models_have_edits_of_their_own(gpt2: LM) -> None:
+    other, edit = tiny("gpt2"), some_edits(gpt2)[0]
+    with edit.applied(gpt2):
+        assert applied_edits(other) == ()
+        with edit.applied(other):
+            assert_same(state_of(other), state_of(gpt2))
+        assert applied_edits(gpt2) == (edit,)
+
+
+# ---- what is refused
+
+
+def test_another_model_is_refused(gpt2: LM) -> None:
+    edit = replace(some_edits(gpt2)[0], fingerprint="0" * 64, model="another")
+    before = state_of(gpt2)
+    with pytest.raises(BadEdit, match=r"for another .*not for tiny gpt2"):
+        edit.apply(gpt2)
+    with pytest.raises(BadEdit, match="for another"), edited(gpt2, [edit]):
+        pass
+    assert_same(state_of(gpt2), before)
+    with edit.applied(gpt2, force=True):
+        assert applied_edits(gpt2) == (edit,)
+
+
+def test_the_fingerprint_is_of_the_unedited_model(gpt2: LM) -> None:
+    first, second, *_ = some_edits(gpt2)
+    with first.applied(gpt2):
+        second.check(gpt2)  # although the weights are others now
+        assert gpt2.fingerprint == tiny("gpt2").fingerprint
+
+
+def test_a_forced_edit_must_still_fit(gpt2: LM) -> None:
+    llama, before = tiny("llama"), state_of(gpt2)
+    with pytest.raises(BadEdit, match=r"no weight 'model\.layers\.0"):
+        some_edits(llama)[0].apply(gpt2, force=True)
+    name = mlp(gpt2, 0)
+    with pytest.raises(BadEdit, match=r"shape \(128, 32\), the edit's change of it \(3, 2\)"):
+        edit_of(gpt2, {name: Dense(torch.ones(2, 3))}).apply(gpt2)
+    assert_same(state_of(gpt2), before)
+
+
+def test_an_unsafe_edit_is_refused_unless_forced(gpt2: LM) -> None:
+    checks = EditChecks(
+        division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=900.0
+    )
+    edit = replace(some_edits(gpt2)[0], checks=checks)
+    with pytest.raises(UnsafeEdit, match="perplexity"):
+        edit.apply(gpt2)
+    assert applied_edits(gpt2) == ()
+    with edit.applied(gpt2, force=True):
+        assert applied_edits(gpt2) == (edit,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_change_that_is_not_finite_leaves_everything(gpt2: LM, bad: float, which: int) -> None:
+    before, there = state_of(gpt2), some_edits(gpt2)[1]
+    names = [mlp(gpt2, 0), mlp(gpt2, 1)]
+    changes: dict[str, Change] = {name: low_rank(gpt2, name) for name in names}
+    B, A = torch.ones(32, 1), torch.full((1, 128), bad)
+    changes[names[which]] = LowRank(B, A * 10)
+    edit = edit_of(gpt2, changes)
+    with pytest.raises(BadEdit, match=f"would make {names[which]} infinite"):
+        edit.apply(gpt2)
+    assert_same(state_of(gpt2), before)
+    with there.applied(gpt2):
+        inside = state_of(gpt2)
+        with pytest.raises(BadEdit, match="infinite"), edit.applied(gpt2):
+            pass
+        assert_same(state_of(gpt2), inside)
+    assert applied_edits(gpt2) == ()
+
+
+def test_a_change_too_small_to_matter_is_refused(gpt2: LM) -> None:
+    name = mlp(gpt2, 0)
+    large, small = low_rank(gpt2, name), low_rank(gpt2, name, size=1e-12)
+    edit = edit_of(gpt2, {name: small})
+    with pytest.raises(BadEdit, match="so small"):
+        edit.apply(gpt2)
+    with edit_of(gpt2, {name: large}).applied(gpt2), pytest.raises(BadEdit, match="so small"):
+        edit.apply(gpt2)
+
+
+def test_what_is_left_may_be_as_small_as_it_likes(gpt2: LM) -> None:
+    """Taking an edit off never fails because the others hardly change the weight."""
+    name, W, before = mlp(gpt2, 0), gpt2.mlp_weight(0).clone(), state_of(gpt2)
+    wipe, small = (edit_of(gpt2, {name: Dense(W * size)}) for size in (-1.0, 1e-9))
+    wipe.apply(gpt2)
+    small.apply(gpt2)  # next to nothing, but more than the zeros that are there
+    wipe.revert(gpt2)
+    assert applied_edits(gpt2) == (small,)
+    assert_same(state_of(gpt2), before)
+    small.revert(gpt2)
+
+
+def test_an_edit_and_its_opposite(gpt2: LM) -> None:
+    before, edit = state_of(gpt2), some_edits(gpt2)[0]
+    with edit.applied(gpt2), (edit * -1.0).applied(gpt2):
+        for name, weight in state_of(gpt2).items():
+            torch.testing.assert_close(weight, before[name])
+    assert_same(state_of(gpt2), before)
+
+
+# ---- tied and turned weights
+
+
+def test_a_tied_weight_has_one_name(gpt2: LM) -> None:
+    delta = Dense(0.1 * torch.randn(gpt2.embed.weight.shape))
+    with pytest.raises(BadEdit, match=r"tied to transformer\.wte\.weight"):
+        edit_of(gpt2, {"lm_head.weight": delta}).apply(gpt2)
+    before = gpt2.embed.weight.clone()
+    with edit_of(gpt2, {"transformer.wte.weight": delta}).applied(gpt2):
+        torch.testing.assert_close(gpt2.embed.weight, before + delta.matrix())
+        assert gpt2.model.lm_head.weight is gpt2.embed.weight
+
+
+# ---- bfloat16
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def half(request: pytest.FixtureRequest) -> LM:
+    lm = tiny(request.param)
+    lm.model.to(torch.bfloat16)
+    return lm
+
+
+def test_bfloat16_models_are_edited_in_float32(half: LM) -> None:
+    before, edits = state_of(half), some_edits(half)
+    for edit in edits:
+        edit.apply(half)
+    name = mlp(half, 0)
+    total = (before[name].T if half.family.transposed else before[name]).float()
+    for edit in edits:
+        if name in edit.changes:
+            total = total + edit.changes[name].matrix()
+    assert half.mlp_weight(0).dtype == torch.bfloat16
+    assert torch.equal(half.mlp_weight(0), total.bfloat16())
+    for i in (1, 3, 0, 2):
+        edits[i].revert(half)
+    assert_same(state_of(half), before)
+
+
+def test_a_change_below_bfloat16_is_refused(half: LM) -> None:
+    name = mlp(half, 0)
+    with pytest.raises(BadEdit, match=r"does not change in torch\.bfloat16"):
+        edit_of(half, {name: low_rank(half, name, size=1e-9)}).apply(half)
+
+
+def test_one_fingerprint_in_float32_and_bfloat16(half: LM) -> None:
+    family = half.name.removeprefix("tiny ")
+    edit = some_edits(tiny(family))[0]
+    with edit.applied(half):
+        assert applied_edits(half) == (edit,)
+
+
+def test_rows_in_bfloat16(half: LM) -> None:
+    edits = some_edits(half)[:3]
+    with edited(half, edits):
+        found = logits(half)
+    assert found.dtype == torch.bfloat16
+    gaps = [_gap(found[i], _alone(half, edit)[i]) for i, edit in enumerate(edits)]
+    assert max(gaps) < 0.1
+
+
+# ---- sums and multiples
+
+
+def test_the_sum_is_both(gpt2: LM) -> None:
+    first, second, *_ = some_edits(gpt2)
+    both = first + second
+    assert both.facts == (FACT, FACT)
+    assert both.method == "test"
+    assert both.changed_weights == tuple(sorted({*first.changed_weights, *second.changed_weights}))
+    with first.applied(gpt2), second.applied(gpt2):
+        wanted = state_of(gpt2)
+    with both.applied(gpt2):
+        found = state_of(gpt2)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_low_ranks_add_up_until_dense_is_smaller(gpt2: LM) -> None:
+    name = mlp(gpt2, 0)  # (32, 128): dense from rank 26 on
+    one = edit_of(gpt2, {name: low_rank(gpt2, name, 12)})
+    two = one + edit_of(gpt2, {name: low_rank(gpt2, name, 13, seed=1)})
+    three = two + edit_of(gpt2, {name: low_rank(gpt2, name, 1, seed=2)})
+    assert isinstance(two.changes[name], LowRank)
+    assert two.changes[name].rank == 25
+    assert isinstance(three.changes[name], Dense)
+    total = low_rank(gpt2, name, 12).matrix() + low_rank(gpt2, name, 13, seed=1).matrix()
+    torch.testing.assert_close(two.changes[name].matrix(), total)
+    total = total + low_rank(gpt2, name, 1, seed=2).matrix()
+    torch.testing.assert_close(three.changes[name].matrix(), total)
+
+
+def test_a_multiple_scales_every_change(gpt2: LM) -> None:
+    edit = replace(some_edits(gpt2)[1], settings={"layer": 3})
+    twice = 2.0 * (edit * 0.5) * 2.0
+    assert twice.settings == {"layer": 3, "scale": 2.0}
+    assert edit.settings == {"layer": 3}
+    for name, change in edit.changes.items():
+        torch.testing.assert_close(twice.changes[name].matrix(), 2 * change.matrix())
+        assert type(twice.changes[name]) is type(change)
+        assert twice.changes[name].norm() == pytest.approx(2 * change.norm())
+        assert change.norm() == pytest.approx(change.matrix().norm().item())
+
+
+def test_a_sum_remembers_its_parts(gpt2: LM) -> None:
+    edits = [
+        replace(edit, method=method, settings={"layer": layer})
+        for edit, method, layer in zip(some_edits(gpt2), "abc", range(3), strict=False)
+    ]
+    half = (edits[0] + edits[1] * 3.0) * 0.5
+    total = half + edits[2]
+    assert total.method == "a + b + c"
+    assert total.settings["parts"] == [
+        {"method": "a", "layer": 0, "scale": 0.5},
+        {"method": "b", "layer": 1, "scale": 1.5},
+        {"method": "c", "layer": 2},
+    ]
+    assert total.checks is None
+
+
+def test_edits_of_two_models_do_not_add_up(gpt2: LM) -> None:
+    first, second, *_ = some_edits(gpt2)
+    with pytest.raises(BadEdit, match="cannot be added"):
+        _ = first + replace(second, fingerprint="0" * 64)
+    name = mlp(gpt2, 0)
+    with pytest.raises(BadEdit, match=r"\(32, 128\) and \(2, 2\)"):
+        _ = first + edit_of(gpt2, {name: Dense(torch.ones(2, 2))})
+
+
+# ---- every row its own edit
+
+
+def _alone(lm: LM, edit: Edit | None, ids: Tensor = IDS) -> Tensor:
+    """What the model says with the edit in its weights."""
+    if edit is None:
+        return logits(lm, ids)
+    with edit.applied(lm):
+        return logits(lm, ids)
+
+
+def _gap(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def assert_rows(lm: LM, edits: Sequence[Edit | None], rows: Sequence[int] | None = None) -> None:
+    """Row by row what each edit alone does."""
+    seats = list(range(len(edits))) if rows is None else list(rows)
+    ids = torch.arange(len(seats) * 6).reshape(-1, 6) * 7 % 97 + 3
+    before = state_of(lm)
+    with edited(lm, edits, rows):
+        found = logits(lm, ids)
+    assert_same(state_of(lm), before)
+    alone = [_alone(lm, edit, ids) for edit in edits]
+    for i, seat in enumerate(seats):
+        assert _gap(found[i], alone[seat][i]) < 1e-5
+    assert torch.equal(logits(lm, ids), _alone(lm, None, ids))
+
+
+def test_rows_of_low_rank(lm: LM) -> None:
+    name = mlp(lm, 1)
+    edits = [edit_of(lm, {name: low_rank(lm, name, rank, seed=rank)}) for rank in (1, 3, 2)]
+    assert_rows(lm, edits)
+
+
+def test_rows_of_high_rank_and_dense(lm: LM) -> None:
+    name = mlp(lm, 1)
+    changes = [low_rank(lm, name, 9), dense(lm, name, seed=1), dense(lm, name, seed=2)]
+    assert_rows(lm, [edit_of(lm, {name: change}) for change in changes])
+
+
+def test_rows_of_mixed_edits_in_any_order(lm: LM) -> None:
+    """Low rank and dense, several layers, attention inputs, biases; none; repeated."""
+    assert_rows(lm, [*some_edits(lm), None], [2, 4, 0, 3, 1, 2, 4, 3, 0])
+
+
+def test_rows_of_attention_inputs(lm: LM) -> None:
+    names = attention(lm, 0)
+    one = edit_of(lm, {name: low_rank(lm, name, 2) for name in names})
+    two = edit_of(lm, {names[-1]: dense(lm, names[-1], seed=1)})
+    assert_rows(lm, [one, None, two])
+
+
+def test_the_biased_families_are_these() -> None:
+    assert [family for family in sorted(FAMILIES) if has_bias(tiny(family))] == BIASED
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_rows_of_biases(family: str) -> None:
+    lm = tiny(family)
+    name = mlp(lm, 0, "bias")
+    edits = [edit_of(lm, {name: dense(lm, name, seed)}) for seed in range(2)]
+    assert_rows(lm, [edits[0], None, edits[1]])
+    assert_rows(lm, edits, [1, 1, 0, 1])
+    assert_rows(lm, [edits[0]], [0, 0])
+
+
+def test_one_edit_for_all_rows(lm: LM) -> None:
+    for edit in some_edits(lm):
+        for ids in (IDS, IDS[:1]):
+            with edited(lm, [edit]):
+                found = logits(lm, ids)
+            assert _gap(found, _alone(lm, edit, ids)) < 1e-5
+
+
+def test_edited_rows_of_an_edited_model(gpt2: LM) -> None:
+    first, second, third, _ = some_edits(gpt2)
+    with first.applied(gpt2):
+        assert_rows(gpt2, [second, None, third])
+
+
+def test_nothing_to_do(gpt2: LM) -> None:
+    with edited(gpt2, [None, None, None]):
+        found = logits(gpt2)
+    assert torch.equal(found, logits(gpt2))
+
+
+def test_the_hooks_are_gone_after_an_error(gpt2: LM) -> None:
+    wanted = logits(gpt2)
+    with pytest.raises(KeyboardInterrupt), edited(gpt2, some_edits(gpt2)[:3]):
+        raise KeyboardInterrupt
+    assert torch.equal(logits(gpt2), wanted)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 9])
+def test_a_batch_of_another_size_is_refused(lm: LM, count: int) -> None:
+    edit = some_edits(lm)[0]
+    with edited(lm, [edit], [0] * count), pytest.raises(BadEdit, match=f"edits for {count} rows"):
+        logits(lm)  # three rows of six tokens, so that some counts fit a flat batch
+
+
+@pytest.mark.parametrize("seat", [-1, 2])
+def test_a_row_of_an_edit_that_is_not_there_is_refused(gpt2: LM, seat: int) -> None:
+    edits = some_edits(gpt2)[:2]
+    with (
+        pytest.raises(BadEdit, match=f"edit {seat}, but there are 2"),
+        edited(gpt2, edits, [0, seat, 1]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.ln_f.weight"])
+def test_rows_have_only_linear_layers(gpt2: LM, name: str) -> None:
+    delta = Dense(0.1 * torch.randn(gpt2.model.get_parameter(name).shape))
+    edit = edit_of(gpt2, {name: delta})
+    with edit.applied(gpt2):
+        pass
+    with pytest.raises(BadEdit, match="apply the edit instead"), edited(gpt2, [edit]):
+        pass

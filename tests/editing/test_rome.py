@@ -1,0 +1,284 @@
+"""ROME: the closed form is the best of its kind, and the fast search equals the plain one."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from factscope.editing.closed_form import insert
+from factscope.editing.edit import Edit, LowRank
+from factscope.editing.editor import raise_first_error
+from factscope.editing.reference import reference_rome
+from factscope.editing.rome import PAPER, R_ROME, BoundRome, Rome
+from factscope.editing.value_search import ValueResult
+from factscope.errors import BadFact, BadSetting, BadStats, NoProgress
+from factscope.facts import Fact
+from factscope.lm.families import family_of
+from factscope.lm.model import LM
+from factscope.stats.second_moment import SecondMoment
+
+from editing_facts import FACTS, FEW, PREFIXES, text_lm
+from families import FAMILIES
+from tokenizers_ import STYLES
+
+DEFAULT = Rome()
+
+
+AS_CODED = replace(FEW, kl_position="place", weight_decay_form="paper")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "paper": {"base": PAPER, "search": AS_CODED},
+    "r-rome": {"base": R_ROME, "search": AS_CODED},
+    "layer 1": {"layer": 1},
+    "layer 2": {"layer": 2, "token": "last"},
+    "subject-first": {"token": "subject-first"},
+    "after-subject": {"token": "after-subject"},
+    "last": {"token": "last"},
+    "no prefixes": {"prefixes": ()},
+    "bare value": {"value": "bare"},
+    "clamp": {"search": replace(FEW, clamp=0.3)},
+    "stop": {"search": replace(FEW, stop=5.0, steps=12)},
+    "one step": {"search": replace(FEW, steps=1)},
+    "kl_weight": {"search": replace(FEW, kl_weight=1.0)},
+}
+
+
+def moment_of(lm: LM, layer: int) -> SecondMoment:
+    """A well-conditioned C of the right size."""
+    width = lm.mlp_weight(layer).shape[1]
+    noise = torch.randn(3 * width, width, generator=torch.Generator().manual_seed(3))
+    return SecondMoment(
+        matrix=noise.T @ noise / len(noise) + 0.1 * torch.eye(width), layer=layer, tokens=3 * width,
+        corpus="noise", model=lm.name, fingerprint=lm.fingerprint,
+    )  # fmt: skip
+
+
+def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> BoundRome:
+    """ROME with few steps on a tiny model's middle layer."""
+    given = {"layer": 0, "prefixes": PREFIXES, "second_moment": moment_of(lm, 0), "search": FEW}
+    return replace(base, **{**given, **settings}).ready(lm, FACTS)
+
+
+def sought_on(ready: BoundRome, facts: list[Fact]) -> list[ValueResult]:
+    """The values of facts that all can be written."""
+    return raise_first_error(ready.sought(facts, lambda share: None))
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> bool:
+    """Equal to within a share of the largest entry."""
+    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_fast_search_equals_the_plain_one(family: str) -> None:
+    ready = rome_on(text_lm(family))
+    for fact in FACTS:
+        edit, _ = ready.edit(sought_on(ready, [fact]))
+        plain = reference_rome(ready, fact)
+        (change,) = edit.changes.values()
+        assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
+        assert plain.losses[-1] < plain.losses[0]
+        assert close(change.matrix(), plain.change)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gptj"])
+def test_every_setting_means_the_same_to_both(family: str, settings: dict[str, Any]) -> None:
+    lm = text_lm(family)
+    layer = settings.get("layer", 0)
+    ready = rome_on(lm, **{"second_moment": moment_of(lm, layer), **settings})
+    for fact in FACTS:
+        edit, _ = ready.edit(sought_on(ready, [fact]))
+        plain = reference_rome(ready, fact)
+        (change,) = edit.changes.values()
+        assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
+        assert close(change.matrix(), plain.change) or plain.change.norm() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "llama", "falcon, alibi"])
+def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
+    """Also where some are done earlier than others."""
+    lm = text_lm(family)
+    unstopped = rome_on(lm).rome.each(lm, FACTS)
+    stop = sorted(edit.settings["losses"][0][3] for edit in unstopped)[0] + 1e-3
+    rome = rome_on(lm, search=replace(FEW, stop=stop)).rome
+    together = replace(rome, facts_per_pass=3).each(lm, FACTS)
+    assert len({len(edit.settings["losses"][0]) for edit in together}) > 1
+    for fact, edit in zip(FACTS, together, strict=True):
+        alone = rome(lm, [fact])
+        (mine,), (other,) = edit.changes.values(), alone.changes.values()
+        assert close(mine.matrix(), other.matrix())
+        assert edit.facts == (fact,)
+
+
+def test_the_written_key_gives_the_wanted_value(lm: LM) -> None:
+    """Ŵ k* = v*, whatever the family."""
+    text = text_lm(lm.name.removeprefix("tiny "))
+    ready = rome_on(text)
+    sought = sought_on(ready, FACTS[:1])
+    edit, _ = ready.edit(sought)
+    k_star = sought[0].keys.mean(0)
+    bias = getattr(text.mlp_out(0), "bias", None)
+    with edit.applied(text):
+        value = text.mlp_weight(0) @ k_star + (0 if bias is None else bias)
+    assert close(value, sought[0].values.mean(0) + sought[0].delta)
+
+
+def test_no_other_change_with_that_property_is_smaller_in_the_norm_of_C() -> None:
+    """Against a numeric constrained least squares: min ‖Δ C^½‖ subject to Δ k = r."""
+    generator = torch.Generator().manual_seed(0)
+    width, height = 7, 4
+    noise = torch.randn(20, width, generator=generator, dtype=torch.double)
+    C = noise.T @ noise / 20
+    k = torch.randn(width, generator=generator, dtype=torch.double)
+    r = torch.randn(height, generator=generator, dtype=torch.double)
+    change = insert(k[None].float(), r[None].float(), torch.linalg.solve(C, k)[None].float())
+    # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system a row.
+    kkt = torch.zeros(width + 1, width + 1, dtype=torch.double)
+    kkt[:width, :width], kkt[:width, width], kkt[width, :width] = C, k, k
+    wanted = torch.zeros(height, width + 1, dtype=torch.double)
+    wanted[:, width] = r
+    best = torch.linalg.solve(kkt, wanted.T).T[:, :width]
+    assert torch.allclose(change.matrix().double(), best, rtol=1e-4, atol=1e-5)
+
+    def size(delta: torch.Tensor) -> float:
+        return torch.trace(delta @ C @ delta.T).item()
+
+    for _ in range(20):
+        other = torch.randn(height, width, generator=generator, dtype=torch.double)
+        other -= torch.outer(other @ k, k) / (k @ k)
+        assert size(best + 0.1 * other) > size(best)
+
+
+def test_several_facts_jointly_are_all_written() -> None:
+    lm = text_lm("llama")
+    ready = rome_on(lm)
+    sought = sought_on(ready, FACTS)
+    edit, _ = ready.edit(sought)
+    (change,) = edit.changes.values()
+    assert isinstance(change, LowRank)
+    assert change.rank == 3
+    for found in sought:
+        moved = change.matrix() @ found.keys.mean(0)
+        assert close(moved, found.delta, 1e-3)
+
+
+def test_in_turn_each_fact_sees_those_before_it() -> None:
+    lm = text_lm("gpt2")
+    rome = rome_on(lm, many="in turn").rome
+    whole = rome(lm, FACTS[:2])
+    first = rome(lm, FACTS[:1])
+    with first.applied(lm, force=True):
+        ready = rome.ready(lm, FACTS)
+        second, _ = ready.edit(sought_on(ready, FACTS[1:2]))
+    (together,), (one,), (two,) = (e.changes.values() for e in (whole, first, second))
+    assert close(together.matrix(), one.matrix() + two.matrix())
+    assert whole.facts == tuple(FACTS[:2])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_any_tokenizer(style: str) -> None:
+    """Prefixes, subjects and objects of several tokens, with and without BOS."""
+    lm = text_lm("llama", style)
+    rome = Rome(layer=1, prefix_lengths=((3, 2),), second_moment=moment_of(lm, 1), search=FEW)
+    edit = rome(lm, FACTS[1:2])
+    losses = edit.settings["losses"][0]
+    assert losses[-1] < losses[0]
+    assert len(edit.settings["prefixes"]) == 2
+
+
+def test_prefixes_follow_the_seed() -> None:
+    lm = text_lm("gpt2")
+    rome = Rome(layer=1, second_moment=moment_of(lm, 1), prefix_lengths=((3, 2), (6, 1)))
+    texts = [replace(rome, seed=seed).ready(lm, FACTS).prefixes for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 3
+    paper = replace(rome, prefix_bos_counts=True).ready(lm, FACTS).prefixes
+    assert len(paper[0]) < len(texts[0][0]) + 20
+    assert paper != texts[0]
+
+
+def test_the_layer_can_come_from_a_trace() -> None:
+    lm = text_lm("gpt2")
+    rome = Rome(layer="auto", prefixes=(), second_moment="identity", search=FEW)
+    edit = rome(lm, FACTS[:1])
+    assert edit.settings["layer"] in range(lm.n_layers)
+    assert edit.changed_weights == (f"transformer.h.{edit.settings['layer']}.mlp.c_proj.weight",)
+    assert [e.changed_weights for e in rome.each(lm, FACTS[:1])] == [edit.changed_weights]
+
+
+def test_guard_rails_are_measured() -> None:
+    lm = text_lm("gpt2")
+    edit = rome_on(lm).rome(lm, FACTS[:1])
+    assert edit.checks is not None
+    (name,), (change,) = edit.changes.keys(), edit.changes.values()
+    weight = lm.model.get_parameter(name)
+    assert edit.checks.update_norm == pytest.approx(
+        (change.matrix().norm() / weight.norm()).item(), rel=1e-4
+    )
+    assert 0 < (edit.checks.division_factor or 0) <= 1
+    assert edit.checks.perplexity_before > 1
+    assert edit.checks.perplexity_after != edit.checks.perplexity_before
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "error", "words"),
+    [
+        ({}, [], BadFact, "no fact"),
+        ({}, [replace(FACTS[0], target=" ")], BadFact, "empty"),
+        ({"layer": 3}, FACTS[:1], BadSetting, "3 layers, 0 to 2"),
+        ({"layer": 0}, FACTS[:1], BadStats, "layer 1"),
+        ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], NoProgress, "by step"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_named(
+    settings: dict[str, Any], facts: list[Fact], error: type[Exception], words: str
+) -> None:
+    lm = text_lm("gpt2")
+    given = {"layer": 1, "prefixes": (), "second_moment": moment_of(lm, 1), "search": FEW}
+    with pytest.raises(error, match=words):
+        Rome(**{**given, **settings})(lm, facts)
+
+
+def test_a_loss_that_is_no_number_is_named() -> None:
+    lm = text_lm("gpt2")
+    ready = rome_on(lm)
+    with torch.no_grad():
+        lm.model.get_parameter("transformer.ln_f.weight")[0] = float("nan")
+    with pytest.raises(NoProgress, match="no number"):
+        sought_on(ready, FACTS[:1])
+
+
+def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
+    lm = text_lm("gpt2")
+    rome = rome_on(lm).rome
+    results = rome.attempt(lm, [replace(FACTS[0], target=""), FACTS[1], FACTS[2]])
+    assert [type(result).__name__ for result in results] == ["BadFact", "Edit", "Edit"]
+    wanted = rome.each(lm, FACTS[1:])
+    for found, edit in zip(results[1:], wanted, strict=True):
+        assert isinstance(found, Edit)
+        assert found.facts == edit.facts
+    with pytest.raises(BadFact, match="empty"):
+        rome.each(lm, [FACTS[1], replace(FACTS[0], target="")])
+
+
+def test_progress_adds_up_to_one() -> None:
+    lm = text_lm("gpt2")
+    shares: list[float] = []
+    rome_on(lm).rome.each(lm, FACTS, progress=shares.append)
+    assert sum(shares) == pytest.approx(1)
+    assert len(shares) > 3
+
+
+@pytest.mark.model
+def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
+    from factscope.evaluation.score import Query, score_queries
+
+    fact = replace(FACTS[0], prompt="{} is located in the city of")
+    edit = Rome()(default_model, [fact])
+    asked = ["The Eiffel Tower is located in the city of", "The Louvre is located in the city of"]
+    after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
+    assert after[0].first > 0.9
+    assert after[1].top == " Paris"
+    assert family_of(default_model.model) is default_model.family

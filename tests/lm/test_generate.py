@@ -1,0 +1,108 @@
+"""Texts written side by side are those that each row would get alone, without a cache."""
+
+import pytest
+import torch
+
+from factscope.lm.generate import sample_texts, uniform_draws
+
+from editing_facts import text_lm
+from families import FAMILIES
+
+
+def plain(lm, row: list[int], draws: torch.Tensor, k: int) -> list[int]:
+    """One row, every token by a forward pass over all of it."""
+    ids = list(row)
+    while len(ids) < len(draws):
+        logits = lm.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        best = logits.float().topk(k)
+        reached, choice = best.values.softmax(-1).cumsum(-1), 0
+        while choice < k - 1 and draws[len(ids)] >= reached[choice]:
+            choice += 1
+        ids.append(int(best.indices[choice]))
+    return ids[: len(draws)]
+
+
+@pytest.mark.parametrize("steady", [False, True, "own kernel"])
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_rows_of_all_lengths_write_what_each_would_alone(
+    family: str, k: int, steady: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if steady == "own kernel":
+        monkeypatch.setattr("factscope.lm.accel.decode.kernels_here", lambda device: True)
+    monkeypatch.setattr("factscope.lm.generate.FEW", 2)
+    monkeypatch.setattr("factscope.lm.accel.decode.TOLERANCE", {torch.float32: 1e-4})
+    lm = text_lm(family)
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14] * 3, [15, 16, 17, 18]]
+    draws = uniform_draws(["a", "b", "c", "d"], 12, seed=3)
+    found = sample_texts(lm, rows, draws, k=k, steady=bool(steady))
+    with torch.no_grad():
+        assert found == [plain(lm, row, mine, k) for row, mine in zip(rows, draws, strict=True)]
+
+
+def test_a_row_draws_by_its_name_and_the_seed_alone() -> None:
+    many = uniform_draws(["a", "b", "c"], 6, seed=1)
+    assert torch.equal(uniform_draws(["b"], 6, seed=1)[0], many[1])
+    assert not torch.equal(uniform_draws(["b"], 6, seed=2)[0], many[1])
+    assert not torch.equal(many[0], many[1])
+    assert torch.equal(uniform_draws(["a"], 4, seed=1)[0], many[0, :4])
+
+
+def test_draws_follow_the_probabilities() -> None:
+    from factscope.lm.generate import _drawn
+
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).expand(20000, -1)
+    draws = torch.linspace(0, 1, 20001)[:-1]
+    counts = torch.bincount(_drawn(logits, draws, 3), minlength=4) / 20000
+    wanted = torch.tensor([0.0, 2.0, 1.0]).softmax(-1)
+    assert torch.allclose(counts[:3], wanted, atol=1e-3)
+    assert counts[3] == 0
+
+
+def test_a_row_that_is_long_enough_already_is_left_as_it_is() -> None:
+    lm = text_lm("gpt2")
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11]]
+    assert sample_texts(lm, rows, uniform_draws(["a", "b"], 4, seed=0), k=1) == [
+        row[:4] for row in rows
+    ]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_neox", "opt", "qwen2", "phi3"])
+def test_steps_are_steady_where_a_family_lets_them_be(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every step of a long text would be launched operation by operation."""
+    from factscope.lm.accel import decode as steady
+
+    taken = []
+    steps = steady.steady_steps
+
+    def watched(*x: object) -> torch.Tensor | None:
+        taken.append(steps(*x))  # pyright: ignore[reportArgumentType]
+        return taken[-1]
+
+    monkeypatch.setattr(steady, "steady_steps", watched)
+    lm = text_lm(family)
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    sample_texts(lm, rows, uniform_draws(["a", "b"], 16, seed=3), k=5, steady=True)
+    assert len(taken) == 1
+    assert taken[0] is not None
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("position", [0, 5, 31, 32, 40])
+def test_attention_of_the_last_token_is_torchs_own(position: int, key_heads: int) -> None:
+    from factscope.lm.accel.kernels import attend_last
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(3, heads, tokens, 20, generator=generator)
+
+    query, keys, values = draw(4, 1), draw(key_heads, 50), draw(key_heads, 50)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, keys[:, :, : position + 1], values[:, :, : position + 1], scale=0.3,
+        enable_gqa=key_heads < 4,
+    ).transpose(1, 2)  # fmt: skip
+    found = attend_last(query, keys, values, torch.tensor([position]), 0.3)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()

