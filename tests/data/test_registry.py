@@ -10,7 +10,7 @@ import pytest
 
 from factscope.data.readers import everyday_cases, read_cases
 from factscope.data.registry import DATA_SETS, FoundData, count_records, find_data, find_local
-from factscope.errors import BadSetting, NoData, NoNetwork, WrongHash
+from factscope.errors import BadSetting, DataNotFound, DownloadFailed, HashMismatch
 
 from commands import Run, runner
 
@@ -67,9 +67,9 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(DATA)
     assert find_data(path) == find_data(str(path)) == path
-    with pytest.raises(NoData, match=r"no data set or file .*lost"):
+    with pytest.raises(DataNotFound, match=r"no data set or file .*lost"):
         find_data(tmp_path / "lost.json")
-    with pytest.raises(NoData, match="did you mean 'counterfact'"):
+    with pytest.raises(DataNotFound, match="did you mean 'counterfact'"):
         find_data("counterfacts")
 
 
@@ -108,7 +108,7 @@ def test_the_upper_folder_and_the_plain_file_go_first(own: Path) -> None:
 
 def test_a_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FACTSCOPE_DATA", str(tmp_path / "lost"))
-    with pytest.raises(NoData, match="not a folder"):
+    with pytest.raises(DataNotFound, match="not a folder"):
         find_data("counterfact")
 
 
@@ -131,18 +131,18 @@ def test_ones_own_folder_goes_before_the_cache(shelf: Path, own: Path) -> None:
 
 def test_another_file_than_expected_is_not_kept(shelf: Path, tmp_path: Path) -> None:
     (shelf / "counterfact.json").write_bytes(b"forged")
-    with pytest.raises(WrongHash, match=DIGEST):
+    with pytest.raises(HashMismatch, match=DIGEST):
         find_data("counterfact")
     assert find_local("counterfact") is None
 
 
 def test_nothing_is_fetched_unchecked(shelf: Path) -> None:
     with pytest.raises(
-        NoData, match=r"SHA-256 is not known.*zsre_mend_eval.*FACTSCOPE_DATA.*--sha"
+        DataNotFound, match=r"SHA-256 is not known.*zsre_mend_eval.*FACTSCOPE_DATA.*--sha"
     ):
         find_data("zsre")
     assert find_local("zsre") is None
-    with pytest.raises(WrongHash):
+    with pytest.raises(HashMismatch):
         find_data("zsre", sha256="0" * 64)
     assert find_data("zsre", sha256=DIGEST.upper()).read_bytes() == DATA
 
@@ -160,12 +160,12 @@ def test_a_given_hash_holds_for_what_is_cached(shelf: Path, tmp_path: Path) -> N
 
 def test_a_server_that_does_not_answer(shelf: Path) -> None:
     (shelf / "counterfact.json").unlink()
-    with pytest.raises(NoNetwork, match="could not fetch"):
+    with pytest.raises(DownloadFailed, match="could not fetch"):
         find_data("counterfact")
 
 
 def test_a_data_set_without_an_address() -> None:
-    with pytest.raises(NoData, match=r"counterfact-edit\.json from EasyEdit"):
+    with pytest.raises(DataNotFound, match=r"counterfact-edit\.json from EasyEdit"):
         find_data("counterfact-condensed", sha256=DIGEST)
 
 

@@ -15,7 +15,7 @@ from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.editing.finetune import FINE_TUNES, FineTune, attn_edit, ft, ft_l
 from factscope.editing.per_row import edited
-from factscope.errors import BadEdit, BadFact, BadSetting, NoProgress, OutOfMemory
+from factscope.errors import BadEdit, BadFact, BadSetting, DidNotConverge, OutOfMemory
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
@@ -340,17 +340,19 @@ def test_a_fact_without_an_object_is_refused(llama: LM) -> None:
 
 def test_getting_nowhere_is_told(llama: LM) -> None:
     how = FineTune(layer=1, lr=1e-30, steps=2)
-    with pytest.raises(NoProgress, match=r"got no nearer.*by step: [0-9.]+, [0-9.]+, ") as caught:
+    with pytest.raises(
+        DidNotConverge, match=r"got no nearer.*by step: [0-9.]+, [0-9.]+, "
+    ) as caught:
         how(llama, FACTS)
     assert "Eiffel Tower is located in the city of' → 'Rome' and 2 more" in str(caught.value)
-    with pytest.raises(NoProgress, match="got no nearer"):
+    with pytest.raises(DidNotConverge, match="got no nearer"):
         how.each(llama, FACTS)
 
 
 def test_a_loss_that_is_no_number_is_told() -> None:
     lm = small("llama")
     lm.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(NoProgress, match=r"is no number.*by step: nan.*float32"):
+    with pytest.raises(DidNotConverge, match=r"is no number.*by step: nan.*float32"):
         FineTune(layer=1).each(lm, FACTS)
 
 
@@ -375,8 +377,8 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
         assert gap(found, matrices(edit)) == 0
     monkeypatch.setattr(module, "minimise", hindered)
     results = how.attempt(llama, [FACTS[1], bad, FACTS[2]])
-    assert [type(result).__name__ for result in results] == ["NoProgress", "BadFact", "Edit"]
-    with pytest.raises(NoProgress):
+    assert [type(result).__name__ for result in results] == ["DidNotConverge", "BadFact", "Edit"]
+    with pytest.raises(DidNotConverge):
         how.each(llama, FACTS)
     assert how.attempt(llama, []) == []
 

@@ -15,7 +15,7 @@ from factscope.editing.edit import Edit, LowRank, load_edit
 from factscope.editing.knowledge_neurons import KN, PAPER, select_neurons
 from factscope.editing.methods import editor
 from factscope.editing.neuron_attribution import MINOR, NeuronPath, Readout, attribute_neurons
-from factscope.errors import BadFact, BadSetting, NoProgress, OutOfMemory
+from factscope.errors import BadFact, BadSetting, DidNotConverge, OutOfMemory
 from factscope.facts import Case, Fact
 from factscope.lm.hooks import hook_io
 from factscope.lm.model import LM
@@ -403,10 +403,10 @@ def test_no_neuron_that_speaks_for_the_answer_is_told() -> None:
     lm = small("llama")
     for layer in range(lm.n_layers):
         lm.mlp_weight(layer).zero_()
-    with pytest.raises(NoProgress, match=r"no neuron speaks for 'Oslo' after 'The capital of"):
+    with pytest.raises(DidNotConverge, match=r"no neuron speaks for 'Oslo' after 'The capital of"):
         SMALL(lm, FACTS[1:2])
     lm.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(NoProgress, match=r"what the model says.*no numbers.*float32"):
+    with pytest.raises(DidNotConverge, match=r"what the model says.*no numbers.*float32"):
         SMALL(lm, FACTS[:1])
 
 

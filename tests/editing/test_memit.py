@@ -14,7 +14,7 @@ from factscope.editing.edit import Dense, Edit, LowRank
 from factscope.editing.memit import FACTS as AT_A_LOOK
 from factscope.editing.memit import PAPER, BoundMemit, Memit, spread
 from factscope.editing.value_search import ValueSearch
-from factscope.errors import BadFact, BadSetting, NoProgress
+from factscope.errors import BadFact, BadSetting, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.lm.model import LM
@@ -292,8 +292,8 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
 def test_a_search_that_leads_nowhere_leaves_its_error(gpt2: LM, tmp_path: Path) -> None:
     """Nothing that is added to the last layer at the subject reaches the end."""
     memit = memit_on(gpt2, tmp_path, layers=(1, 2))
-    assert {type(result) for result in memit.attempt(gpt2, FACTS)} == {NoProgress}
-    with pytest.raises(NoProgress, match="by step"):
+    assert {type(result) for result in memit.attempt(gpt2, FACTS)} == {DidNotConverge}
+    with pytest.raises(DidNotConverge, match="by step"):
         memit(gpt2, FACTS)
 
 

@@ -13,7 +13,7 @@ from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
 from factscope.editing.rome import PAPER, R_ROME, BoundRome, Rome
 from factscope.editing.value_search import ValueResult
-from factscope.errors import BadFact, BadSetting, BadStats, NoProgress
+from factscope.errors import BadFact, BadSetting, BadStats, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
@@ -229,7 +229,7 @@ def test_guard_rails_are_measured() -> None:
         ({}, [replace(FACTS[0], target=" ")], BadFact, "empty"),
         ({"layer": 3}, FACTS[:1], BadSetting, "3 layers, 0 to 2"),
         ({"layer": 0}, FACTS[:1], BadStats, "layer 1"),
-        ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], NoProgress, "by step"),
+        ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], DidNotConverge, "by step"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_named(
@@ -246,7 +246,7 @@ def test_a_loss_that_is_no_number_is_named() -> None:
     ready = rome_on(lm)
     with torch.no_grad():
         lm.model.get_parameter("transformer.ln_f.weight")[0] = float("nan")
-    with pytest.raises(NoProgress, match="no number"):
+    with pytest.raises(DidNotConverge, match="no number"):
         sought_on(ready, FACTS[:1])
 
 

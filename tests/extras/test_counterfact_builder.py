@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from factscope.data.readers import neutral_sentences, openings, read_cases
-from factscope.errors import BadFact, BadSetting, NoNetwork
+from factscope.errors import BadFact, BadSetting, DownloadFailed
 from factscope.extras.counterfact_builder import wikidata
 from factscope.extras.counterfact_builder.articles import about, by_entity, read_articles, sentences
 from factscope.extras.counterfact_builder.build import (
@@ -319,7 +319,7 @@ def test_holders_are_asked_for_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"results": {}}', b"\xff"])
 def test_an_answer_that_cannot_be_read(tmp_path: Path, said: bytes) -> None:
-    with pytest.raises(NoNetwork, match="cannot be read"):
+    with pytest.raises(DownloadFailed, match="cannot be read"):
         Wikidata(tmp_path, lambda _: said).holders("P19", "Oslo")
     assert not list(tmp_path.iterdir())
 
@@ -348,7 +348,7 @@ def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == [2, 2]
     for codes in ((429, 429, 429), (400,)):
         monkeypatch.setattr(urllib.request, "urlopen", refusing(*codes))
-        with pytest.raises(NoNetwork, match=str(codes[0])):
+        with pytest.raises(DownloadFailed, match=str(codes[0])):
             wikidata.send("https://example.org")
 
 

@@ -14,7 +14,7 @@ import pytest
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary, summaries
 from factscope.analysis.published import PUBLISHED, published
-from factscope.errors import BadRecord, BadSetting, WrongRun
+from factscope.errors import BadRecord, BadRunFolder, BadSetting
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores, PromptScore, TraceRecord
 from factscope.report.evaluations import (
@@ -376,10 +376,10 @@ def test_a_run_of_cases_comes_back_and_goes_on(tmp_path: Path):
     assert folder.case_records() == RECORDS[:4]
     with folder.records_path.open("a") as file:
         file.write("{}\n")
-    with pytest.raises(WrongRun, match=r"line 5.*to evaluate its fact again"):
+    with pytest.raises(BadRunFolder, match=r"line 5.*to evaluate its fact again"):
         a_run(path, [])
     (path / "spec.toml").write_text("command = ")
-    with pytest.raises(WrongRun, match="cannot be read"):
+    with pytest.raises(BadRunFolder, match="cannot be read"):
         _ = folder.command
 
 

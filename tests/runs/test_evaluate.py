@@ -15,7 +15,7 @@ import pytest
 
 from factscope.editing.editor import Editor
 from factscope.editing.methods import editor
-from factscope.errors import BadSetting, NoProgress, RunStopped, WrongRun
+from factscope.errors import BadRunFolder, BadSetting, DidNotConverge, RunInterrupted
 from factscope.evaluation.cases import ScoringOptions, score_cases
 from factscope.evaluation.protocols import Evaluation
 from factscope.facts import Case
@@ -165,14 +165,14 @@ def test_a_case_that_fails_is_recorded_and_the_others_go_on(
     def failing(self: Editor, lm: LM, facts: Any, **more: Any) -> list[Any]:
         made = attempt(self, lm, facts, **more)  # pyright: ignore[reportArgumentType]
         return [
-            NoProgress("no way") if fact.id == "2" else edit
+            DidNotConverge("no way") if fact.id == "2" else edit
             for fact, edit in zip(facts, made, strict=True)
         ]
 
     monkeypatch.setattr(type(run.editor), "attempt", failing)
     records = evaluated(run, lm, tmp_path / "run")
     assert [r.failed for r in records] == [False, False, True, False, False, False]
-    assert records[2].error == "NoProgress: no way"
+    assert records[2].error == "DidNotConverge: no way"
     assert records[2].after is None
     assert records[2].before is not None
 
@@ -202,7 +202,7 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_afterwards(
         sync(number)
 
     monkeypatch.setattr("factscope.runs.folder.os.fsync", full)
-    with pytest.raises(RunStopped, match=r"No space left.*the same command goes on"):
+    with pytest.raises(RunInterrupted, match=r"No space left.*the same command goes on"):
         evaluated(run, lm, tmp_path / "run")
     assert evaluated(run, lm, tmp_path / "run") == whole
 
@@ -211,7 +211,7 @@ def test_another_spec_is_refused_and_the_difference_shown(
     model: Path, lm: LM, tmp_path: Path
 ) -> None:
     evaluated(run_of(model, tmp_path), lm, tmp_path / "run")
-    with pytest.raises(WrongRun, match="length = 10"):
+    with pytest.raises(BadRunFolder, match="length = 10"):
         evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=9)), lm, tmp_path / "run")
 
 

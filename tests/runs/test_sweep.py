@@ -13,7 +13,7 @@ import pytest
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary, summaries
 from factscope.analysis.sweep import Point, Sweep, grid_points, point_name
-from factscope.errors import BadRecord, RunStopped, WrongRun
+from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.evaluation.protocols import Evaluation
 from factscope.records import read_case_records
 from factscope.report.figures.sweeps import sweep_figure
@@ -237,7 +237,7 @@ def test_a_full_disk_stops_the_sweep(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: RunFolder, record: Any) -> None:
-        raise RunStopped("No space left")
+        raise RunInterrupted("No space left")
 
     monkeypatch.setattr(RunFolder, "append", full)
     stopped = run("sweep", "--method", "ft", "--layers", "0,1", "--out", "sweep")
@@ -395,7 +395,7 @@ def test_another_grid_is_refused_and_the_difference_shown(run: Run, tmp_path: Pa
     assert run("sweep", "--layers", "0", *words).code == 0
     assert_refused(run("sweep", "--layers", "1", *words), "belongs to another run", "+")
     (tmp_path / "sweep" / "spec.toml").write_text('command = "sweep"\n')
-    with pytest.raises(WrongRun, match="no grid"):
+    with pytest.raises(BadRunFolder, match="no grid"):
         read_sweep(tmp_path / "sweep")
 
 

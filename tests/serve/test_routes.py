@@ -19,7 +19,7 @@ import torch
 from factscope.analysis.metrics import Summary, summaries
 from factscope.editing.edit import Edit
 from factscope.editing.per_row import edited
-from factscope.errors import Busy
+from factscope.errors import ServerBusy
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
@@ -442,7 +442,7 @@ def test_requests_of_other_sites(
     for answer in answers:
         assert answer.status_code == status
         if status == 403:
-            assert answer.json()["error"]["kind"] == "Foreign"
+            assert answer.json()["error"]["kind"] == "ForbiddenOrigin"
 
 
 def test_the_page_lets_nothing_run_but_its_own_files(client: httpx.Client) -> None:
@@ -579,7 +579,7 @@ def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
         assert passes < 10_000
         for _ in range(served.limits.each):
             served.queue.submit("a", lambda job: time.sleep(0.1))
-        with pytest.raises(Busy):
+        with pytest.raises(ServerBusy):
             served.queue.submit("a", lambda job: None)
 
     asyncio.run(go())

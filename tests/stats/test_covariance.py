@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from factscope.errors import BadSetting, BadStats, WrongRun
+from factscope.errors import BadRunFolder, BadSetting, BadStats
 from factscope.lm.forward import mlp_keys
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
@@ -231,12 +231,12 @@ def test_a_broken_run_goes_on_to_the_same_result(
 def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
     lm, path = tiny("gpt2"), tmp_path / "c.partial"
     collect(lm, [1], random_windows(4), tokens=1000, partial=path, every=0.0, corpus="t")
-    with pytest.raises(WrongRun, match=r"tokens: there 1000, asked 2000"):
+    with pytest.raises(BadRunFolder, match=r"tokens: there 1000, asked 2000"):
         collect(lm, [1], random_windows(4), tokens=2000, partial=path, every=0.0, corpus="t")
-    with pytest.raises(WrongRun, match="model"):
+    with pytest.raises(BadRunFolder, match="model"):
         collect(tiny("opt"), [1], random_windows(4), tokens=1000, partial=path, corpus="t")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(WrongRun, match="delete it"):
+    with pytest.raises(BadRunFolder, match="delete it"):
         collect(lm, [1], random_windows(4), tokens=1000, partial=path, corpus="t")
 
 

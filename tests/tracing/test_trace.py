@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from factscope.data.readers import everyday
-from factscope.errors import BadRecord, BadSetting, WrongRun
+from factscope.errors import BadRecord, BadRunFolder, BadSetting
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.memory import Budget, parse_bytes
@@ -187,9 +187,9 @@ def test_a_run_is_tied_to_its_spec_and_to_the_weights(tmp_path) -> None:
     spec, info = {"model": "m", "limit": None}, {"model_fingerprint": "abc"}
     RunFolder.begin(tmp_path / "run", spec, info)
     RunFolder.begin(tmp_path / "run", spec, info)
-    with pytest.raises(WrongRun, match="other weights"):
+    with pytest.raises(BadRunFolder, match="other weights"):
         RunFolder.begin(tmp_path / "run", spec, {"model_fingerprint": "def"})
-    with pytest.raises(WrongRun, match="limit = 3"):
+    with pytest.raises(BadRunFolder, match="limit = 3"):
         RunFolder.begin(tmp_path / "run", {"model": "m", "limit": 3}, info)
 
 

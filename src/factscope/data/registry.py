@@ -17,7 +17,7 @@ from pathlib import Path
 
 from factscope.data.readers import EVERYDAY_CASES, read_text
 from factscope.data.references import read_array
-from factscope.errors import BadFact, BadSetting, NoData
+from factscope.errors import BadFact, BadSetting, DataNotFound
 from factscope.io import DownloadProgress, cache_folder, fetch_url
 
 __all__ = [
@@ -149,7 +149,7 @@ def _given(name: str | Path) -> FoundData:
     if path.is_file():
         return FoundData(path, "given")
     near = difflib.get_close_matches(str(name), DATA_SETS, n=1)
-    raise NoData(
+    raise DataNotFound(
         f"no data set or file {str(name)!r}"
         + (f"; did you mean {near[0]!r}?" if near else ".")
         + f" Give a path, or one of {', '.join(DATA_SETS)}"
@@ -163,7 +163,7 @@ def _in_own_folder(data: DataSetInfo) -> Iterator[Path]:
         return
     folder = Path(chosen).expanduser()
     if not folder.is_dir():
-        raise NoData(f"FACTSCOPE_DATA is {chosen!r}, which is not a folder")
+        raise DataNotFound(f"FACTSCOPE_DATA is {chosen!r}, which is not a folder")
     names = [file + packed for file in data.files for packed in ("", ".gz")]
     for depth in ("", "*/", "*/*/"):
         for name in names:
@@ -174,7 +174,7 @@ def _cached(data: DataSetInfo) -> Path:
     return cache_folder() / "data" / data.files[0]
 
 
-def _by_hand(name: str, data: DataSetInfo) -> NoData:
+def _by_hand(name: str, data: DataSetInfo) -> DataNotFound:
     """The error for a data set that cannot be fetched as it is."""
     whence = (
         f"download {data.url} yourself"
@@ -182,7 +182,7 @@ def _by_hand(name: str, data: DataSetInfo) -> NoData:
         else f"get {data.files[0]} from EasyEdit's page (github.com/zjunlp/EasyEdit)"
     )
     checked = f", or give its hash: `factscope data get {name} --sha256 …`" if data.url else ""
-    return NoData(
+    return DataNotFound(
         f"{name} is not here, and its SHA-256 is not known, so it is not fetched; {whence} "
         f"and put it as {data.files[0]} into a folder that FACTSCOPE_DATA names, or give its path"
         f"{checked}"

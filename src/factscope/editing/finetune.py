@@ -37,7 +37,7 @@ from factscope.editing.contexts import ContextRow, EditRequest, edit_requests, p
 from factscope.editing.defaults import Method, defaults
 from factscope.editing.edit import Dense, Edit
 from factscope.editing.editor import Editor, map_valid, raise_first_error
-from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
+from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel.linear import quick
 from factscope.lm.forward import forward
@@ -481,11 +481,13 @@ class BoundFineTune:
         found, _ = retry_smaller(fit, self._batch_size(lessons, own_change=False))
         return raise_first_error([self._edit([lesson.fact for lesson in lessons], found)])[0]
 
-    def apart(self, requests: Sequence[EditRequest], progress: Progress) -> list[Edit | NoProgress]:
+    def apart(
+        self, requests: Sequence[EditRequest], progress: Progress
+    ) -> list[Edit | DidNotConverge]:
         """A change for each fact alone, many side by side."""
         lessons = self._lessons(requests)
 
-        def fit(some: Sequence[TargetRow], progress: Progress) -> list[Edit | NoProgress]:
+        def fit(some: Sequence[TargetRow], progress: Progress) -> list[Edit | DidNotConverge]:
             problem = prepare_objective(self.lm, some, self.layer)
             founds = minimise([problem], self.parts, len(some), self.adam, progress)
             return [self._edit([t.fact], found) for t, found in zip(some, founds, strict=True)]
@@ -500,7 +502,7 @@ class BoundFineTune:
             self.lm, self.layer, self.parts, lessons, own_change=own_change
         )
 
-    def _edit(self, facts: Sequence[Fact], found: FineTuneResult) -> Edit | NoProgress:
+    def _edit(self, facts: Sequence[Fact], found: FineTuneResult) -> Edit | DidNotConverge:
         """What was found, as a value, if it led somewhere."""
         if trouble := self._trouble(facts, found.losses):
             return trouble
@@ -515,18 +517,18 @@ class BoundFineTune:
             settings={**settings, "losses": [found.losses]},
         )
 
-    def _trouble(self, facts: Sequence[Fact], losses: Sequence[float]) -> NoProgress | None:
+    def _trouble(self, facts: Sequence[Fact], losses: Sequence[float]) -> DidNotConverge | None:
         """Fine-tuning must have led somewhere."""
         shown = ", ".join(f"{loss:.3g}" for loss in losses)
         what = f"{facts[0].text!r} → {facts[0].target!r}"
         what += f" and {len(facts) - 1} more" if len(facts) > 1 else ""
         if not all(map(math.isfinite, losses)):
-            return NoProgress(
+            return DidNotConverge(
                 f"the loss of {what} is no number (by step: {shown}); "
                 "lower the rate, or load the model in float32"
             )
         if losses[0] >= self.adam.stop and losses[-1] >= losses[0]:
-            return NoProgress(
+            return DidNotConverge(
                 f"fine-tuning layer {self.layer} got no nearer to {what} (loss by step: {shown}); "
                 "try another layer, a lower rate, more steps or a larger bound"
             )

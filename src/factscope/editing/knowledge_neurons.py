@@ -36,7 +36,7 @@ from factscope.editing.neuron_attribution import (
     Readout,
     attribute_neurons,
 )
-from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
+from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.memory import Budget
 from factscope.lm.tokens import continuation_ids, encode, encode_fact
@@ -439,17 +439,17 @@ class BoundKN:
 
 def _trouble(
     request: NeuronRequest, scores: Float[Tensor, "context layer neuron"]
-) -> NoProgress | None:
+) -> DidNotConverge | None:
     """Some neuron must speak for the answer."""
     fact = request.fact
     old = "what the model says" if fact.old is None else repr(fact.old)
     if not scores.isfinite().all():
-        return NoProgress(
+        return DidNotConverge(
             f"the attributions of {old} after {fact.text!r} are no numbers; load the model in "
             "float32"
         )
     if not scores.amax() > 0:
-        return NoProgress(
+        return DidNotConverge(
             f"no neuron speaks for {old} after {fact.text!r}; give another old object or prompt"
         )
     return None

@@ -35,7 +35,7 @@ from factscope.editing.contexts import (
     pad_rows,
 )
 from factscope.editing.editor import map_valid
-from factscope.errors import BadSetting, FactscopeError, NoProgress
+from factscope.errors import BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel.attention import multiplies_halves, short_attention
 from factscope.lm.accel.buckets import LengthBuckets
@@ -645,17 +645,17 @@ def _only_losses(problem: ValueObjective, state: Tensor) -> tuple[Tensor, Tensor
         return problem.losses(state[0]), state
 
 
-def _trouble(found: ValueResult) -> NoProgress | None:
+def _trouble(found: ValueResult) -> DidNotConverge | None:
     """A search must have led somewhere."""
     fact, losses = found.fact, found.losses
     shown = ", ".join(f"{loss:.3g}" for loss in losses)
     if not all(map(_is_finite, losses)):
-        return NoProgress(
+        return DidNotConverge(
             f"the loss of {fact.text!r} → {fact.target!r} is no number (by step: {shown}); "
             "lower the rate, or load the model in float32"
         )
     if len(losses) > 1 and losses[-1] >= losses[0]:
-        return NoProgress(
+        return DidNotConverge(
             f"no value makes the model say {fact.target!r} after {fact.text!r} "
             f"(loss by step: {shown}); try another layer, more steps or a larger clamp"
         )

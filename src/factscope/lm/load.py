@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factscope.errors import BadModelFile, BadSetting, FactscopeError, NoNetwork
+from factscope.errors import BadModelFile, BadSetting, DownloadFailed, FactscopeError
 from factscope.lm import families as family
 from factscope.lm.model import LM
 from factscope.lm.sources import DEFAULT, HubId, locate, quiet, resolve, unknown
@@ -233,7 +233,7 @@ def _explain(place: str, error: Exception) -> FactscopeError:
     if caused_by(hub.RepositoryNotFoundError, hub.HFValidationError):
         return unknown(place, "the hub does not have it, or not for you")
     if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
-        return NoNetwork(
+        return DownloadFailed(
             f"{place!r} is no short name, folder or file here, and the hub cannot be reached; "
             "check the name and the network, or give a folder with safetensors"
         )

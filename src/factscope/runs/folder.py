@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from factscope.errors import BadRecord, RunStopped, WrongRun
+from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.io import PARTIAL, write_atomic
 from factscope.lm.model import LM
 from factscope.records import (
@@ -59,14 +59,14 @@ class RunFolder:
         wanted = tomli_w.dumps(_without_none(spec))
         folder = cls(path)
         if path.exists() and not path.is_dir():
-            raise WrongRun(f"{path} is a file; give a folder for the run")
+            raise BadRunFolder(f"{path} is a file; give a folder for the run")
         if (path / "spec.toml").is_file():
             folder._must_match(wanted)
             folder._must_be_same_model(info)
             folder._drop_broken_line()
             return folder
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
-            raise WrongRun(f"{path} holds other files and no run; give a new or empty folder")
+            raise BadRunFolder(f"{path} holds other files and no run; give a new or empty folder")
         path.mkdir(parents=True, exist_ok=True)
         write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
         write_atomic(path / "spec.toml", wanted)  # last: with it the folder is a run
@@ -76,7 +76,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, to read."""
         if not (path / "spec.toml").is_file():
-            raise WrongRun(
+            raise BadRunFolder(
                 f"{path} is not a run's folder; "
                 "`factscope trace`, `evaluate`, `sweep` or `train` with --out makes one"
             )
@@ -89,7 +89,7 @@ class RunFolder:
         try:
             return tomllib.loads((self.path / "spec.toml").read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise WrongRun(f"{self.path / 'spec.toml'} cannot be read ({error})") from error
+            raise BadRunFolder(f"{self.path / 'spec.toml'} cannot be read ({error})") from error
 
     @property
     def command(self) -> str:
@@ -116,7 +116,7 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise RunStopped(
+            raise RunInterrupted(
                 f"cannot write to {self.records_path} ({error.strerror or error}); make room, and "
                 "the same command goes on from here"
             ) from error
@@ -130,7 +130,7 @@ class RunFolder:
                 there.splitlines(), wanted.splitlines(), "there", "asked", lineterm="", n=0
             )
             changes = [x for x in lines if x[:1] in "+-" and x[:3] not in ("+++", "---")]
-            raise WrongRun(
+            raise BadRunFolder(
                 f"{self.path} belongs to another run; give another folder, or the same settings. "
                 "There (-) and asked for (+):\n  " + "\n  ".join(changes)
             )
@@ -139,7 +139,7 @@ class RunFolder:
         """The same name may stand for other weights by now."""
         there = json.loads((self.path / "info.json").read_text("utf-8")).get("model_fingerprint")
         if there != info.get("model_fingerprint"):
-            raise WrongRun(
+            raise BadRunFolder(
                 f"{self.path} was made with other weights of the same name; give another folder"
             )
 
@@ -158,7 +158,9 @@ class RunFolder:
                 self.command, self.records
             )()
         except BadRecord as error:
-            raise WrongRun(f"{error}; delete that line to {self.command} its fact again") from error
+            raise BadRunFolder(
+                f"{error}; delete that line to {self.command} its fact again"
+            ) from error
 
 
 def _without_none(value: Any) -> Any:

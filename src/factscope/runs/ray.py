@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from factscope.errors import BadSetting, RunStopped
+from factscope.errors import BadSetting, RunInterrupted
 from factscope.evaluation.protocols import Evaluation
 from factscope.records import CaseRecord, Protocol
 from factscope.runs.evaluate import EvaluateRun, Executor, WorkItem, run_item
@@ -96,7 +96,7 @@ def _shared(
         except ray.exceptions.RayActorError as error:
             log.warning("an actor died (%s); piece %d is done again", error, piece.number)
             if tries == TRIES:
-                raise RunStopped(
+                raise RunInterrupted(
                     f"actors died {TRIES} times on piece {piece.number}; see Ray's logs, give each "
                     "more memory, and the same command goes on from here"
                 ) from error

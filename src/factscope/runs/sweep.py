@@ -16,7 +16,7 @@ from typing import Any
 
 from factscope.analysis.metrics import Summary, summaries
 from factscope.analysis.sweep import AXES, Point, Setting, Sweep, SweepGrid, grid_points, point_name
-from factscope.errors import FactscopeError, OutOfMemory, RunStopped, WrongRun
+from factscope.errors import BadRunFolder, FactscopeError, OutOfMemory, RunInterrupted
 from factscope.facts import Case
 from factscope.io import write_atomic
 from factscope.lm.model import LM
@@ -62,7 +62,9 @@ def read_sweep(path: Path) -> Sweep:
     spec = RunFolder.open(path).spec()
     grid = {axis: spec["grid"][axis] for axis in AXES if axis in spec.get("grid", {})}
     if not grid:
-        raise WrongRun(f"{path / 'spec.toml'} has no grid; `factscope sweep --out` makes a sweep")
+        raise BadRunFolder(
+            f"{path / 'spec.toml'} has no grid; `factscope sweep --out` makes a sweep"
+        )
     failures = read_failures(path)
     everyone: list[CaseRecord] = []
     points: list[Point] = []
@@ -114,7 +116,7 @@ log = logging.getLogger(__name__)
 Crews = Callable[[EvaluateRun], AbstractContextManager[Executor | None]]
 """Who does the work of a point; None for this process."""
 
-STOPPING = (OutOfMemory, RunStopped, WrongRun)
+STOPPING = (OutOfMemory, RunInterrupted, BadRunFolder)
 """What is not the editor's failure: it would meet the next point as well."""
 
 

@@ -23,7 +23,7 @@ from factscope.editing.hypernet.examples import (
 )
 from factscope.editing.hypernet.train import Trainer, Training, load_checkpoint_, write_checkpoint
 from factscope.editing.hypernet.weights import pack_weights
-from factscope.errors import BadSetting, NoProgress
+from factscope.errors import BadSetting, DidNotConverge
 from factscope.facts import Case
 from factscope.io import sha256, write_atomic
 from factscope.records import TrainingRecord, write_records
@@ -217,7 +217,7 @@ class TrainRun:
                 if trainer.progress.step % self.training.every == 0 or at_end:
                     saver.look(seen)
                 progress(self._share(trainer) - before)
-        except NoProgress:
+        except DidNotConverge:
             saver.write_weights()
             raise
         saver.write()

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from factscope.data.readers import everyday
 from factscope.editing.defaults import rome_defaults
-from factscope.errors import BadSetting, Busy, FactscopeError, NotHere
+from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.style import KIND_STYLES
 from factscope.serve.responses import error_message, error_status, shown
 from factscope.serve.routes_edit import edit_routes
@@ -112,7 +112,7 @@ def _show_the_page(app: FastAPI, served: ServerState) -> None:
     async def static(name: str) -> Response:
         kind = name[name.rfind(".") :]
         if name not in files or kind not in STATIC:
-            raise NotHere(f"there is no file {name[:80]!r}")
+            raise NotFound(f"there is no file {name[:80]!r}")
         return Response(files[name], media_type=f"{STATIC[kind]}; charset=utf-8",
                         headers={"cache-control": "no-cache"})  # fmt: skip
 
@@ -140,7 +140,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(FactscopeError)
     async def ours(request: Request, error: FactscopeError) -> JSONResponse:
-        headers = {"retry-after": "30"} if isinstance(error, Busy) else None
+        headers = {"retry-after": "30"} if isinstance(error, ServerBusy) else None
         return JSONResponse({"error": error_message(error)}, error_status(error), headers)
 
     @app.exception_handler(RequestValidationError)
@@ -150,7 +150,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        said = {"kind": "NotHere" if error.status_code == 404 else "BadSetting"}
+        said = {"kind": "NotFound" if error.status_code == 404 else "BadSetting"}
         message = f"{request.method} {request.url.path[:80]}: {error.detail}"
         body = {"error": {**said, "message": shown(message)}}
         return JSONResponse(body, error.status_code, error.headers)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from factscope.errors import Busy, FactscopeError
+from factscope.errors import FactscopeError, ServerBusy
 from factscope.serve.responses import error_message
 
 __all__ = ["Cancelled", "Job", "WorkQueue"]
@@ -106,10 +106,14 @@ class WorkQueue:
         """Put a job at the end of the line, or say politely that the line is full."""
         with self._change:
             if len(self._line) >= self.waiting:
-                raise Busy(f"{len(self._line)} jobs are waiting already; try again in a minute")
+                raise ServerBusy(
+                    f"{len(self._line)} jobs are waiting already; try again in a minute"
+                )
             mine = sum(job.visitor == visitor and job.wanted for job in self._line)
             if mine >= self.each:
-                raise Busy(f"{mine} of your jobs are waiting already; let one end, or cancel it")
+                raise ServerBusy(
+                    f"{mine} of your jobs are waiting already; let one end, or cancel it"
+                )
             job = Job(visitor, work)
             self._line.append(job)
             job.say({"event": "place", "place": len(self._line) - 1})

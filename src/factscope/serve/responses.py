@@ -9,7 +9,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from factscope.errors import BadInput, Busy, FactscopeError, Foreign, NotHere, OutOfMemory
+from factscope.errors import (
+    BadInput,
+    FactscopeError,
+    ForbiddenOrigin,
+    NotFound,
+    OutOfMemory,
+    ServerBusy,
+)
 from factscope.lm.memory import is_out_of_memory
 
 __all__ = [
@@ -23,9 +30,9 @@ OURS = "the server failed at this; its log says why"
 MEMORY = "memory ran out; try fewer samples, prompts or tokens"
 
 STATUS: dict[type[FactscopeError], int] = {
-    NotHere: 404,
-    Foreign: 403,
-    Busy: 503,
+    NotFound: 404,
+    ForbiddenOrigin: 403,
+    ServerBusy: 503,
     BadInput: 422,
     FactscopeError: 422,
 }

@@ -22,7 +22,7 @@ from factscope.editing.editor import Editor
 from factscope.editing.export import export_peft
 from factscope.editing.methods import editor
 from factscope.editing.per_row import edited
-from factscope.errors import NotHere
+from factscope.errors import NotFound
 from factscope.evaluation.before_after import before_after, room
 from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Case, Fact
@@ -255,13 +255,13 @@ def vars_of(generation: Generation) -> dict[str, str]:
 def written(served: ServerState, chosen: Sequence[StoredEdit], together: Edit, file: str) -> bytes:
     """Edits as a file of that name."""
     if file not in FILES:
-        raise NotHere(f"an edit has no file {file[:40]!r}; it has {', '.join(FILES)}")
+        raise NotFound(f"an edit has no file {file[:40]!r}; it has {', '.join(FILES)}")
     if file == "edit.safetensors":
         return _by_way_of_disk(lambda folder: together.save(folder / file), file)
     if file == "adapter.zip":
         return _zipped(lambda folder: export_peft(together, served.lm, folder / "adapter"))
     if len(chosen) > 1:
-        raise NotHere(f"{file} is of one edit; name one, or take edit.safetensors or adapter.zip")
+        raise NotFound(f"{file} is of one edit; name one, or take edit.safetensors or adapter.zip")
     record = chosen[0].record
     if file == "record.json":
         return (record.to_json() + "\n").encode(errors="replace")

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Response
 
 from factscope.analysis.effects import average_kinds
 from factscope.analysis.metrics import Summary, merge_runs, summaries
-from factscope.errors import BadRecord, BadSetting, FactscopeError, NotHere
+from factscope.errors import BadRecord, BadSetting, FactscopeError, NotFound
 from factscope.records import CaseRecord, TraceRecord
 from factscope.report.evaluations import blocks, evaluation_tables
 from factscope.report.figures import (
@@ -105,7 +105,7 @@ class RunLibrary:
         missing = [name for name in names if name not in every]
         if missing:
             known = ", ".join(list(every)[:10]) or "none"
-            raise NotHere(f"there is no run {missing[0][:80]!r}; there are: {known}")
+            raise NotFound(f"there is no run {missing[0][:80]!r}; there are: {known}")
         if not 0 < len(names) <= TOGETHER:
             raise BadSetting(f"{len(names)} runs are named; name 1 to {TOGETHER}")
         runs = [every[name] for name in dict.fromkeys(names)]
@@ -256,7 +256,7 @@ def drawn(runs: RunLibrary, names: Sequence[str], which: str) -> bytes:
         averages = average_kinds(runs.traces(names[0]))
         figure = average_heatmaps if which == "heat" else average_lines
         return figure_bytes(figure(averages), "svg")
-    raise NotHere(f"there is no figure {which[:40]!r} of these runs")
+    raise NotFound(f"there is no figure {which[:40]!r} of these runs")
 
 
 def plain(table: Table) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from factscope.errors import NotHere
+from factscope.errors import NotFound
 from factscope.facts import Fact
 from factscope.lm.tokens import encode_fact
 from factscope.records import TraceRecord
@@ -108,7 +108,7 @@ FILES = ["record.json", "page.html", *(f"{f}.{kind}" for f in FIGURES for kind i
 def written(record: TraceRecord, file: str) -> bytes:
     """A trace as a file of that name."""
     if file not in FILES:
-        raise NotHere(f"a trace has no file {file[:40]!r}; it has {', '.join(FILES)}")
+        raise NotFound(f"a trace has no file {file[:40]!r}; it has {', '.join(FILES)}")
     if file == "record.json":
         return (record.to_json() + "\n").encode(errors="replace")
     if file == "page.html":

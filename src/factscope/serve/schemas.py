@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from factscope.analysis.effects import TABLES
-from factscope.errors import BadFact, BadSetting, PromptTooLong, TooMuch
+from factscope.errors import BadFact, BadSetting, LimitExceeded, PromptTooLong
 from factscope.facts import Case, Fact
 from factscope.records import KINDS
 from factscope.tracing.settings import Corruption, Tracing
@@ -54,7 +54,7 @@ class ServerLimits:
     def check_text(self, name: str, text: str) -> str:
         """The text, if it is one that can be read, and not too long."""
         if len(text) > self.characters:
-            raise TooMuch(
+            raise LimitExceeded(
                 f"the {name} has {len(text)} characters, this server reads at most "
                 f"{self.characters}; shorten it"
             )
@@ -69,7 +69,7 @@ class ServerLimits:
     def check_prompts(self, name: str, texts: Sequence[str]) -> tuple[str, ...]:
         """The prompts, if they are not too many; empty ones are left out."""
         if len(texts) > self.prompts:
-            raise TooMuch(
+            raise LimitExceeded(
                 f"there are {len(texts)} {name}, this server takes at most {self.prompts}; "
                 "leave some out"
             )
@@ -78,7 +78,7 @@ class ServerLimits:
     def check_samples(self, samples: int) -> int:
         """The samples of a trace, if they are not too many."""
         if samples > self.samples:
-            raise TooMuch(
+            raise LimitExceeded(
                 f"samples is {samples}, this server draws at most {self.samples}; ask for fewer"
             )
         return samples

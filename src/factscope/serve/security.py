@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from factscope.errors import FactscopeError, Foreign, TooMuch
+from factscope.errors import FactscopeError, ForbiddenOrigin, LimitExceeded
 from factscope.serve.responses import error_message, error_status
 from factscope.serve.sessions import COOKIE, new_name, session_in
 
@@ -58,7 +58,7 @@ class SecurityMiddleware:
             check_origin(scope["method"], scope["path"], headers)
             body = await self._read(scope["method"], headers, receive)
         except FactscopeError as error:
-            status = 413 if isinstance(error, TooMuch) else error_status(error)
+            status = 413 if isinstance(error, LimitExceeded) else error_status(error)
             await _refuse(send, status, error)
             return
         visitor = session_in(headers.get("cookie", ""))
@@ -82,10 +82,12 @@ class SecurityMiddleware:
                     if size <= self.body:
                         body += message.get("body", b"")
         except TimeoutError:
-            raise TooMuch(f"the request took more than {PATIENCE:g} seconds to arrive") from None
+            raise LimitExceeded(
+                f"the request took more than {PATIENCE:g} seconds to arrive"
+            ) from None
         if size > self.body:
             said = headers.get("content-length", f"more than {self.body}")
-            raise TooMuch(f"the request has {said[:20]} bytes, at most {self.body} are read")
+            raise LimitExceeded(f"the request has {said[:20]} bytes, at most {self.body} are read")
         return bytes(body)
 
 
@@ -96,7 +98,7 @@ def check_host(host: str, names: Collection[str]) -> None:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
         if name.casefold() not in names:
-            raise Foreign(
+            raise ForbiddenOrigin(
                 f"this server does not go by the name {name[:80]!r}; use its address, or start it "
                 "with --name"
             ) from None
@@ -106,10 +108,10 @@ def check_origin(method: str, path: str, headers: dict[str, str]) -> None:
     """A browser that says from where it asks says: from here."""
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
-        raise Foreign(f"a page of {origin[:80]!r} asked; open this server's own page")
+        raise ForbiddenOrigin(f"a page of {origin[:80]!r} asked; open this server's own page")
     site = headers.get("sec-fetch-site", "none")
     if site not in OURS and (path.startswith("/api/") or method not in READING):
-        raise Foreign("a page of another site asked; open this server's own page")
+        raise ForbiddenOrigin("a page of another site asked; open this server's own page")
 
 
 async def _refuse(send: Any, status: int, error: FactscopeError) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from factscope.errors import NotHere, TooMuch
+from factscope.errors import LimitExceeded, NotFound
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
 from factscope.records import EditRecord, TraceRecord
@@ -86,7 +86,7 @@ class Sessions:
     def check_room(self, visitor: str) -> None:
         """Refuse an edit that would be one too many."""
         if len(self.edits(visitor)) >= self._limits.edits:
-            raise TooMuch(
+            raise LimitExceeded(
                 f"you have {self._limits.edits} edits, and this server keeps no more; remove one"
             )
 
@@ -119,7 +119,7 @@ class Sessions:
         missing = [id for id in ids if id not in own]
         if missing:
             known = ", ".join(own) or "none"
-            raise NotHere(
+            raise NotFound(
                 f"you have no edit {missing[0][:20]!r} (there are: {known}); make it again"
             )
         return [own[id] for id in dict.fromkeys(ids)]
@@ -169,7 +169,7 @@ class Traces:
         """A trace that must be there."""
         record = self.get(name)
         if record is None:
-            raise NotHere(f"the trace {name[:40]!r} is not here any more; trace it again")
+            raise NotFound(f"the trace {name[:40]!r} is not here any more; trace it again")
         return record
 
     def keep(self, name: str, record: TraceRecord) -> TraceRecord:

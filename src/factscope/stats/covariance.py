@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from factscope.errors import BadSetting, BadStats, OutOfMemory, WrongRun
+from factscope.errors import BadRunFolder, BadSetting, BadStats, OutOfMemory
 from factscope.lm.accel.matmul import MIXED, available
 from factscope.lm.hooks import hook_calls
 from factscope.stats.second_moment import SecondMoment
@@ -162,7 +162,7 @@ class PartialCollection:
             self._must_match(header["spec"])
             tensors = load_file(self.path)
         except (SafetensorError, KeyError, ValueError, OSError) as error:
-            raise WrongRun(
+            raise BadRunFolder(
                 f"{self.path} cannot be gone on from ({error}); delete it to begin anew"
             ) from error
         sums = MomentSums(layers=fresh.sums.layers, counts=tuple(header["counts"]))
@@ -203,7 +203,7 @@ class PartialCollection:
         names = [name for name in {**there, **asked} if there.get(name) != asked.get(name)]
         if names:
             changes = [f"{n}: there {there.get(n)!r}, asked {asked.get(n)!r}" for n in names]
-            raise WrongRun(
+            raise BadRunFolder(
                 f"{self.path} was left by a run with other settings; give those, another --out, "
                 "or delete it to begin anew:\n  " + "\n  ".join(changes)
             )

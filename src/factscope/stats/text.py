@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from factscope.errors import BadSetting, NoNetwork
+from factscope.errors import BadSetting, DownloadFailed
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.tokens import encode
 
@@ -191,7 +191,7 @@ class DataSet:
             ).shuffle(seed=seed, buffer_size=10_000)
             yield from rows
         except (ConnectionError, TimeoutError) as error:
-            raise NoNetwork(f"the data set {self} could not be fetched: {error}") from error
+            raise DownloadFailed(f"the data set {self} could not be fetched: {error}") from error
         except (ValueError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             raise BadSetting(

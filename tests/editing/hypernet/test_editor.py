@@ -31,7 +31,7 @@ from factscope.editing.hypernet.weights import (
 )
 from factscope.editing.methods import editor
 from factscope.editing.per_row import edited
-from factscope.errors import BadFact, BadSetting, BadWeights, NoProgress
+from factscope.errors import BadEditorWeights, BadFact, BadSetting, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
@@ -333,7 +333,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(gpt2: LM) -> 
 def test_an_edit_that_is_no_number_is_named(gpt2: LM) -> None:
     network = a_network(gpt2, "mend")
     network.log_rates.data[0] = float("nan")
-    with pytest.raises(NoProgress, match=r"Eiffel Tower.*no number"):
+    with pytest.raises(DidNotConverge, match=r"Eiffel Tower.*no number"):
         Mend(weights=weights_of(gpt2, network)).each(gpt2, FACTS[:1])
 
 
@@ -371,14 +371,14 @@ def test_weights_come_back(gpt2: LM, tmp_path: Path, method: str) -> None:
 def test_weights_that_do_not_fit_are_named(gpt2: LM, tmp_path: Path) -> None:
     path = written(gpt2, "mend", tmp_path / "w.safetensors")
     other = small("llama")
-    with pytest.raises(BadWeights, match=r"for tiny gpt2.*not for tiny llama.*train mend"):
+    with pytest.raises(BadEditorWeights, match=r"for tiny gpt2.*not for tiny llama.*train mend"):
         Mend.load(path).resolve(other)
-    with pytest.raises(BadWeights, match=r"weights of 'mend', not of ke"):
+    with pytest.raises(BadEditorWeights, match=r"weights of 'mend', not of ke"):
         Ke.load(path)
-    with pytest.raises(BadWeights, match="there is no file"):
+    with pytest.raises(BadEditorWeights, match="there is no file"):
         Mend.load(tmp_path / "nothing")
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(BadWeights, match="cannot be read"):
+    with pytest.raises(BadEditorWeights, match="cannot be read"):
         load_weights(path)
     with pytest.raises(BadSetting, match=r"mend must be trained first.*factscope train mend"):
         Mend()(gpt2, FACTS)
@@ -392,9 +392,9 @@ def test_weights_of_other_layers_are_named(gpt2: LM, tmp_path: Path) -> None:
     network.design = type(design).from_dict(wrong)
     path = tmp_path / "w.safetensors"
     path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
-    with pytest.raises(BadWeights, match=r"change transformer\.h\.0.*layers 1, 2 have"):
+    with pytest.raises(BadEditorWeights, match=r"change transformer\.h\.0.*layers 1, 2 have"):
         Mend.load(path).resolve(gpt2)
     network.design = type(design).from_dict({**design.to_dict(), "layers": (1, 7)})
     path.write_bytes(pack_weights(network, gpt2.name, gpt2.fingerprint, {}))
-    with pytest.raises(BadWeights, match="layer 7 is out of range"):
+    with pytest.raises(BadEditorWeights, match="layer 7 is out of range"):
         Mend.load(path).resolve(gpt2)

@@ -31,7 +31,7 @@ from factscope.editing.hypernet.examples import (
 from factscope.editing.hypernet.gradients import TokenRow, token_row
 from factscope.editing.hypernet.train import Trainer, Training, training_pass
 from factscope.editing.hypernet.weights import load_weights
-from factscope.errors import BadRecord, BadSetting, NoProgress, WrongRun
+from factscope.errors import BadRecord, BadRunFolder, BadSetting, DidNotConverge
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import TrainingRecord
@@ -295,7 +295,7 @@ def test_a_finished_run_goes_on_with_more_steps(
     long.go_on(lm, long.begin(lm, tmp_path / "parts"))
     assert parts.read_bytes() == there
     other = a_run(model, data, training=quick(lr=1e-3))
-    with pytest.raises(WrongRun, match="lr"):
+    with pytest.raises(BadRunFolder, match="lr"):
         other.begin(lm, tmp_path / "parts")
 
 
@@ -372,7 +372,9 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
     monkeypatch.setattr(training_module, "training_pass", broken)
     run = a_run(model, data, save_every=1e9)
     folder = run.begin(lm, tmp_path / "run")
-    with pytest.raises(NoProgress, match=r"at step 7 the loss .* no number .*up to step 5 is kept"):
+    with pytest.raises(
+        DidNotConverge, match=r"at step 7 the loss .* no number .*up to step 5 is kept"
+    ):
         run.go_on(lm, folder)
     assert load_weights(folder.path / WEIGHTS).trained["step"] == 5
     monkeypatch.setattr(training_module, "training_pass", real)

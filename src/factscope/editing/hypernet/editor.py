@@ -41,7 +41,7 @@ from factscope.editing.hypernet.gradients import (
 )
 from factscope.editing.hypernet.model import EmbeddedRequest, Hypernetwork
 from factscope.editing.hypernet.weights import HypernetWeights, load_weights
-from factscope.errors import BadFact, BadSetting, FactscopeError, NoProgress
+from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel.buckets import LengthBuckets
 from factscope.lm.accel.graphs import played, plays
@@ -275,7 +275,7 @@ class BoundHypernet:
         named = {place.name: change for place, change in zip(self.places, changes, strict=True)}
         finite = [x.isfinite().all() for change in changes for x in (change.A, change.B)]
         if not torch.stack(finite).all():
-            return NoProgress(
+            return DidNotConverge(
                 f"the network's edit for {asked.fact.text!r} is no number; load the model in "
                 "float32, or train the weights again"
             )

@@ -44,7 +44,7 @@ from factscope.editing.hypernet.weights import (
     digest_of,
     tensors_in,
 )
-from factscope.errors import BadSetting, NoProgress, WrongRun
+from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
 from factscope.io import write_atomic
 from factscope.records import TrainingRecord
 
@@ -247,12 +247,12 @@ class Trainer:
         total = self._total(seen).mean()
         loss = total.item()
         if not math.isfinite(loss):
-            raise NoProgress(self._diverged("loss", loss))
+            raise DidNotConverge(self._diverged("loss", loss))
         self.adam.zero_grad()
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.training.clip)
         if not math.isfinite(norm.item()):
-            raise NoProgress(self._diverged("gradient", norm.item()))
+            raise DidNotConverge(self._diverged("gradient", norm.item()))
         self.adam.step()
         return loss
 
@@ -349,7 +349,9 @@ def load_checkpoint_(trainer: Trainer, path: Path) -> None:
         trainer.adam.load_state_dict({"state": state, "param_groups": groups})
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise WrongRun(f"{path} cannot be gone on from ({reason}); give another folder") from error
+        raise BadRunFolder(
+            f"{path} cannot be gone on from ({reason}); give another folder"
+        ) from error
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from factscope.editing.hypernet.gradients import TargetModule, target_modules
 from factscope.editing.hypernet.ke import KeConfig, KeNetwork
 from factscope.editing.hypernet.mend import MendConfig, MendNetwork
 from factscope.editing.hypernet.model import HypernetConfig, Hypernetwork
-from factscope.errors import BadInput, BadWeights
+from factscope.errors import BadEditorWeights, BadInput
 from factscope.io import sha256
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class HypernetWeights:
     def places(self, lm: "LM") -> list[TargetModule]:
         """The model's weights that the network changes; refuses a model that it is not for."""
         if lm.fingerprint != self.fingerprint:
-            raise BadWeights(
+            raise BadEditorWeights(
                 f"the {self.network.method} weights are for {self.model} (fingerprint "
                 f"{self.fingerprint[:12]}), not for {lm.name} ({lm.fingerprint[:12]}); load that "
                 f"model, or train others: factscope train {self.network.method} --model {lm.name}"
@@ -98,11 +98,11 @@ def check_fit(lm: "LM", design: HypernetConfig) -> list[TargetModule]:
     try:
         found = target_modules(lm, design.layers)
     except BadInput as error:
-        raise BadWeights(f"the weights do not fit {lm.name}: {error}") from error
+        raise BadEditorWeights(f"the weights do not fit {lm.name}: {error}") from error
     there, wanted = tuple(place.shape for place in found), design.places
     if there != wanted:
         lost = [shape for shape in wanted if shape not in there] or list(wanted)
-        raise BadWeights(
+        raise BadEditorWeights(
             f"the weights do not fit {lm.name}: they change {lost[0][0]} ({lost[0][1]} → "
             f"{lost[0][2]}), and layers {', '.join(map(str, design.layers))} have "
             f"{', '.join(name for name, _, _ in there)}; train others for these layers"
@@ -153,7 +153,9 @@ def load_weights(path: str | Path, method: str | None = None) -> HypernetWeights
     header, tensors = tensors_in(path, FORMAT)
     there = header.get("method", "")
     if there not in NETWORKS or (method is not None and there != method):
-        raise BadWeights(f"{path} holds weights of {there!r}, not of {method or list(NETWORKS)}")
+        raise BadEditorWeights(
+            f"{path} holds weights of {there!r}, not of {method or list(NETWORKS)}"
+        )
     design, _ = NETWORKS[there]
     try:
         made = build_network(there, design.from_dict(header["design"]))
@@ -177,7 +179,7 @@ def tensors_in(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]
             _check_format(path, header, kind)
             return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
-        raise BadWeights(f"there is no file {path}; `factscope train` makes one") from error
+        raise BadEditorWeights(f"there is no file {path}; `factscope train` makes one") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
 
@@ -185,16 +187,18 @@ def tensors_in(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]
 def _check_format(path: Path, header: Mapping[str, Any], kind: str) -> None:
     there, _, version = header.get("format", "").partition(" ")
     if there != kind or not version.isdigit():
-        raise BadWeights(f"{path} holds no {kind.removeprefix('factscope-')}; give one that "
+        raise BadEditorWeights(f"{path} holds no {kind.removeprefix('factscope-')}; give one that "
                          "`factscope train` wrote")  # fmt: skip
     if int(version) > VERSION:
-        raise BadWeights(
+        raise BadEditorWeights(
             f"{path} has format {version}, this factscope reads up to {VERSION}; update factscope"
         )
 
 
-def _unreadable(path: Path, reason: str) -> BadWeights:
-    return BadWeights(f"the weights {path} cannot be read ({reason}); fetch or train them again")
+def _unreadable(path: Path, reason: str) -> BadEditorWeights:
+    return BadEditorWeights(
+        f"the weights {path} cannot be read ({reason}); fetch or train them again"
+    )
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from factscope.errors import BadSetting, NoNetwork
+from factscope.errors import BadSetting, DownloadFailed
 from factscope.extras.counterfact_builder.build import Holders
 from factscope.io import write_atomic
 
@@ -59,14 +59,14 @@ def send(address: str) -> bytes:
                 return response.read()
         except urllib.error.HTTPError as error:
             if error.code not in BUSY or not left:
-                raise NoNetwork(
+                raise DownloadFailed(
                     f"Wikidata answered {error.code} {error.reason}; try again later: what it "
                     "has answered so far is kept"
                 ) from error
             wait = error.headers.get("Retry-After", "")
             time.sleep(min(int(wait), TIMEOUT) if wait.isdigit() else 5)
         except (OSError, http.client.HTTPException) as error:
-            raise NoNetwork(
+            raise DownloadFailed(
                 f"could not ask Wikidata ({error}); check the network, or leave out --wikidata "
                 "to take neighbours from the table"
             ) from error
@@ -100,6 +100,6 @@ def _parsed(answer: bytes) -> Holders:
         ids = Counter(row["object"]["value"].rsplit("/", 1)[-1] for row in rows)
     except (ValueError, KeyError, TypeError) as error:
         shown = answer[:60].decode(errors="replace")
-        raise NoNetwork(f"Wikidata's answer cannot be read: {shown!r}; try again") from error
+        raise DownloadFailed(f"Wikidata's answer cannot be read: {shown!r}; try again") from error
     likeliest = max(sorted(ids), key=lambda i: ids[i], default=None)
     return Holders(names=tuple(sorted(names)), id=likeliest)
