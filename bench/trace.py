@@ -29,8 +29,9 @@ from factscope.lm.memory import Budget, parse_bytes
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, encode_fact
 from factscope.records import KINDS
+from factscope.tracing.corruption import NoiseScale
 from factscope.tracing.reference import ReferenceTrace
-from factscope.tracing.settings import Corruption, NoiseScale, Tracing
+from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import CleanAnswer, batches, default_scale, trace_batch
 
 from shapes import SHAPES, Clock, shaped

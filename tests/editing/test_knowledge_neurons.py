@@ -19,8 +19,8 @@ from factscope.errors import BadFact, BadSetting, DidNotConverge, OutOfMemory
 from factscope.facts import Case, Fact
 from factscope.lm.hooks import hook_io
 from factscope.lm.model import LM
+from factscope.lm.quadrature import quadrature
 from factscope.lm.tokens import encode
-from factscope.tracing.gradients import quadrature
 
 from families import FAMILIES, reader, tiny
 

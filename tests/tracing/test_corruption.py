@@ -8,14 +8,13 @@ from factscope.errors import BadSetting
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
-from factscope.tracing.settings import (
-    Corruption,
+from factscope.tracing.corruption import (
     NoiseScale,
     corrupt_embeddings,
     measure_noise_scale,
-    parse_noise_level,
     sample_noise,
 )
+from factscope.tracing.settings import Corruption, parse_noise_level
 
 from families import tiny_model
 from tokenizers_ import tokenizer

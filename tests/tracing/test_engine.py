@@ -11,9 +11,10 @@ from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
 from factscope.records import KINDS, TraceRecord
+from factscope.tracing.corruption import NoiseScale
 from factscope.tracing.engine import Segment, pack_segments
 from factscope.tracing.reference import ReferenceTrace
-from factscope.tracing.settings import Corruption, NoiseScale, Tracing
+from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import CleanAnswer, trace_batch
 
 from families import tiny

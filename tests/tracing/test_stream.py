@@ -11,7 +11,8 @@ from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
 from factscope.records import TraceRecord
-from factscope.tracing.settings import Corruption, NoiseScale, Tracing
+from factscope.tracing.corruption import NoiseScale
+from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.stream import CellUpdate, stream_answer
 from factscope.tracing.trace import CleanAnswer, trace_batch
 

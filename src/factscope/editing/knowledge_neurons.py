@@ -39,9 +39,9 @@ from factscope.editing.neuron_attribution import (
 from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.memory import Budget
+from factscope.lm.quadrature import Rule
 from factscope.lm.tokens import continuation_ids, encode, encode_fact
 from factscope.progress import Progress
-from factscope.tracing.gradients import Rule
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM

@@ -31,10 +31,10 @@ from factscope.editing.batches import run_in_batches
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io
 from factscope.lm.memory import Budget
+from factscope.lm.quadrature import Rule, quadrature
 from factscope.lm.replay import PackedView, Replay
 from factscope.progress import NestedProgress, Progress
 from factscope.tracing.engine import token_probability
-from factscope.tracing.gradients import Rule, quadrature
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -118,7 +118,7 @@ class NeuronPath:
         keys = lm.mlp_weight(0).shape[1]
         heads, _, dim = self.run.keys[0].shape[1:]
         kept = 10 * lm.width + 3 * keys + 2 * heads * dim * length
-        slots = 1 if lm.family.packs else length
+        slots = 1 if lm.family.supports_packing else length
         return max(1, Budget.of(lm, None).bytes // (lm.n_layers * slots * kept * lm.dtype.itemsize))
 
     def look(
@@ -156,7 +156,7 @@ class NeuronPath:
     def _view(self, reading: Int[Tensor, " point"]) -> tuple[PackedView, Int[Tensor, " point"]]:
         """Each point's token alone, or, where a family cannot, its whole text; and its slot."""
         row, at = self.row[reading], self.at[reading]
-        if self.lm.family.packs:
+        if self.lm.family.supports_packing:
             token = at[:, None]
             return PackedView(
                 row=row, position=token, start=token, past=self._past

@@ -13,7 +13,6 @@ prompt has tokens).
 
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -21,38 +20,14 @@ from torch import Tensor
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
+from factscope.lm.quadrature import quadrature
 from factscope.lm.replay import PackedView, Replay
 from factscope.tracing.engine import token_probability
 
-__all__ = ["Rule", "attributions", "integrated_gradients", "quadrature"]
+__all__ = ["attributions", "integrated_gradients"]
 
 ROWS = 64
 """Rows of the path that go through the model at once."""
-
-Rule = Literal["gauss", "radau", "ends"]
-"""Where a path is looked at: Gauss and Legendre's points; Radau's, of which one is the beginning;
-or equally spaced points with both ends among them, all weighing the same, which overrates those."""
-
-
-def quadrature(
-    steps: int, rule: Rule = "gauss"
-) -> tuple[Float[Tensor, " point"], Float[Tensor, " point"]]:
-    """The points in [0, 1] at which an integral is taken, and their weights, which sum to one."""
-    if rule == "ends":
-        points = torch.linspace(0, 1, steps, dtype=torch.float64)
-        return points, torch.full_like(points, 1 / steps)
-    nodes, weights = np.polynomial.legendre.leggauss(steps) if rule == "gauss" else _radau(steps)
-    return torch.tensor((nodes + 1) / 2), torch.tensor(weights / 2)
-
-
-def _radau(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Radau's points in [-1, 1]: -1, and the other roots of Pₙ₋₁ + Pₙ."""
-    legendre = np.polynomial.legendre
-    roots = legendre.legroots([0.0] * (steps - 1) + [1.0, 1.0])
-    nodes = np.sort(roots.real)  # all of them are, which numpy does not see everywhere
-    nodes[0] = -1.0
-    below = legendre.legval(nodes, [0.0] * (steps - 1) + [1.0])
-    return nodes, (1 - nodes) / (steps * below) ** 2
 
 
 def integrated_gradients(

@@ -14,13 +14,8 @@ from torch import Tensor
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.tracing.settings import (
-    NoiseScale,
-    Tracing,
-    corrupt_embeddings,
-    sample_noise,
-    window_around,
-)
+from factscope.tracing.corruption import NoiseScale, corrupt_embeddings, sample_noise
+from factscope.tracing.settings import Tracing, window_around
 from factscope.tracing.trace import CleanAnswer
 
 __all__ = ["ReferenceTrace"]

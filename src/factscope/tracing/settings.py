@@ -7,33 +7,15 @@ A `Corruption` says which noise; `measure` finds how large one σ of this model'
 """
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-import torch
-from jaxtyping import Float, Float64
-from torch import Tensor
-
 from factscope.errors import BadSetting
-from factscope.facts import Fact
-from factscope.lm.model import LM
-from factscope.lm.tokens import encode
 from factscope.records import KINDS
 
-__all__ = [
-    "PRESETS",
-    "Corruption",
-    "NoiseScale",
-    "Tracing",
-    "corrupt_embeddings",
-    "measure_noise_scale",
-    "parse_noise_level",
-    "sample_noise",
-    "window_around",
-]
+__all__ = ["PRESETS", "Corruption", "Tracing", "parse_noise_level", "window_around"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +53,7 @@ class Corruption:
                 raise BadSetting(f"{name} is {getattr(self, name)!r}; choose from {choices}")
         if self.samples < 1:
             raise BadSetting(f"samples is {self.samples}; at least 1 is needed")
-        if not (self.level >= 0 and np.isfinite(self.level)):
+        if not (self.level >= 0 and math.isfinite(self.level)):
             raise BadSetting(f"the noise level is {self.level}; give a number of 0 or more")
         if self.extra_tokens < 0:
             raise BadSetting(f"extra_tokens is {self.extra_tokens}; give 0 or more")
@@ -92,79 +74,6 @@ def parse_noise_level(text: str) -> tuple[float, bool]:
         raise BadSetting(
             f"the noise {text!r} is not a level; write 3s for three σ or 0.25 for an absolute one"
         ) from None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NoiseScale:
-    """The size and shape of a model's embeddings."""
-
-    sigma: float
-    """σ over all entries of the subjects' token embeddings."""
-    mean: Float64[np.ndarray, " width"] | None = None
-    spread: Float64[np.ndarray, "width width"] | None = None
-    """A square root of the covariance of the token embeddings."""
-
-
-def measure_noise_scale(
-    lm: LM, corruption: Corruption, subjects: Iterable[str], texts: Sequence[str]
-) -> NoiseScale:
-    """Measure σ over subjects (each tokenized alone), and μ, Σ over texts where they are needed."""
-    x = _embeddings(lm, subjects)
-    sigma = x.std().item()
-    if corruption.distribution != "embedding":
-        return NoiseScale(sigma=sigma)
-    x = _embeddings(lm, texts)
-    values, vectors = torch.linalg.eigh(torch.cov(x.T))
-    spread = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    return NoiseScale(sigma=sigma, mean=x.mean(0).numpy(), spread=spread.numpy())
-
-
-@torch.no_grad()
-def _embeddings(lm: LM, texts: Iterable[str]) -> Float64[Tensor, "token width"]:
-    """The embedding module's outputs for every token of the texts."""
-    ids = [i for text in texts if text for i in encode(lm, text, special=False).ids]
-    if len(ids) < 2:
-        raise BadSetting("the noise level in σ needs at least two tokens of text to measure σ on")
-    return lm.embed(torch.tensor(ids, device=lm.device)).double().cpu()
-
-
-def sample_noise(
-    corruption: Corruption, scale: NoiseScale, fact: Fact, tokens: int, width: int
-) -> Float64[np.ndarray, "sample token width"]:
-    """The noise for one fact's corrupted tokens, every sample of it."""
-    shape = (corruption.samples, tokens, width)
-    if corruption.stream == "paper":
-        random = np.random.RandomState(corruption.seed)
-        normal, uniform = random.randn, random.uniform
-    else:
-        generator = np.random.default_rng([corruption.seed, _number(fact)])
-        normal, uniform = lambda *s: generator.standard_normal(s), generator.uniform
-    level = corruption.level * (scale.sigma if corruption.in_sigmas else 1.0)
-    if corruption.distribution == "uniform":
-        return uniform(-1.0, 1.0, shape) * level
-    if corruption.distribution == "gaussian":
-        return normal(*shape) * level
-    assert scale.mean is not None
-    assert scale.spread is not None
-    return normal(*shape) @ scale.spread + scale.mean
-
-
-def _number(fact: Fact) -> int:
-    """The fact as a number, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{fact.subject}\0{fact.text}".encode()).digest()[:8])
-
-
-def corrupt_embeddings(
-    clean: Float[Tensor, "sample token width"],
-    noise: Float64[np.ndarray, "sample token width"],
-    replace: bool,
-) -> Float[Tensor, "sample token width"]:
-    """Embeddings with the noise added or put in their place, summed in double precision."""
-    wide = torch.from_numpy(noise)
-    if clean.device.type != "mps":  # which has no double precision
-        wide = wide.to(clean.device)
-    total = wide if replace else clean.to(wide.device).double() + wide
-    return total.to(device=clean.device, dtype=clean.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,10 @@ from factscope.lm.forward import ActivationCache
 from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.records import CellTable, TraceRecord, as_cell_table
+from factscope.tracing.corruption import NoiseScale
 from factscope.tracing.engine import BatchSizes, Restoration, restore
 from factscope.tracing.gradients import attributions
-from factscope.tracing.settings import NoiseScale, Tracing
+from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import CleanAnswer, TraceBatch, clean_answers, default_scale
 
 __all__ = ["CellUpdate", "stream_trace"]

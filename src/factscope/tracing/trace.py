@@ -25,17 +25,15 @@ from factscope.lm.memory import Budget, is_out_of_memory
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, decode_continuation, encode_fact, first_token
 from factscope.records import CellTable, TraceRecord, as_cell_table
-from factscope.tracing.engine import Restoration, Segment, restore, token_probability
-from factscope.tracing.gradients import integrated_gradients
-from factscope.tracing.settings import (
-    Corruption,
+from factscope.tracing.corruption import (
     NoiseScale,
-    Tracing,
     corrupt_embeddings,
     measure_noise_scale,
     sample_noise,
-    window_around,
 )
+from factscope.tracing.engine import Restoration, Segment, restore, token_probability
+from factscope.tracing.gradients import integrated_gradients
+from factscope.tracing.settings import Corruption, Tracing, window_around
 
 __all__ = [
     "CleanAnswer",
@@ -384,10 +382,10 @@ def trace_many(
 
 def default_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> NoiseScale:
     """σ over the subjects of the facts, or of the package's own where these are too few."""
-    from factscope.data.readers import everyday
+    from factscope.data.readers import everyday_facts
 
     if len(facts) < 20:
-        facts = everyday()
+        facts = everyday_facts()
     return measure_noise_scale(lm, corruption, [f.subject for f in facts], [f.text for f in facts])
 
 
