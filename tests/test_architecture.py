@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LEVELS = (
     ("errors",),
-    ("facts", "io", "progress"),
+    ("facts", "io", "progress", "settings"),
     ("records",),
     ("analysis",),
     ("extras",),
@@ -33,7 +33,7 @@ LEVELS = (
 """A module imports from levels above its own in this list, or from its own package."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-LIGHT = ("errors", "facts", "io", "progress", "records", "analysis", "extras", "report")
+LIGHT = ("errors", "facts", "io", "progress", "settings", "records", "analysis", "extras", "report")
 """What needs no torch."""
 
 

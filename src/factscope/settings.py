@@ -1,0 +1,365 @@
+"""A setting is one dataclass field with its documentation under it.
+
+`settings_of` lists the fields of a dataclass and of the dataclasses nested in it: flag name, type,
+default, documentation, choices and range. The flags of the command line, the keys of recipes and
+docs/commands.md derive from that list.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Tracing:
+        window: Annotated[int, Ge(1)] = 10
+        \"\"\"Layers restored together.\"\"\"
+
+    build(Tracing(), {"window": "3"})    # Tracing(window=3)
+    build(Tracing(), {"window": "0"})    # BadSetting: --window is 0; give 1 or more
+
+How text is parsed follows from the type: `tuple[int, ...]` takes 5, 3-8 or 3,5,8;
+`tuple[tuple[int, int], ...]` takes 5x10,10x10; other tuples take several values, repeated or
+separated by commas (paths: repeated only); `none` is None, or an empty tuple. A `Flag` in the
+annotation changes the name or the parser; a field marked `INTERNAL` is no flag.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from factscope.errors import BadSetting
+
+__all__ = ["INTERNAL", "Flag", "Setting", "build", "check", "settings_of", "unknown_flag"]
+
+T = TypeVar("T")
+Pair = tuple[int, int]
+
+KINDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", str: "text", Path: "a path", Pair: "TOKENSxCOUNT",
+    bool: "true or false", NoneType: "none",
+}  # fmt: skip
+"""The types that text can be parsed to, and how messages call them."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a field is given as text, where its name and type do not determine it."""
+
+    name: str = ""
+    """The flag without dashes, if it is not the field's name."""
+    short: str = ""
+    """One letter."""
+    parse: Callable[[Any], Any] | None = None
+    """Text or a TOML value to the field's value. A ValueError says what to write instead."""
+    show: Callable[[Any], str] = str
+    """The inverse of `parse`, for defaults."""
+    also: tuple[str, ...] = ()
+    """Further fields that `parse` sets: it then returns a tuple, this field's value first."""
+    repeated: bool = False
+    """Whether the flag can be given several times; `parse` then takes a list."""
+    positional: bool = False
+
+
+INTERNAL = Flag(name="-")
+"""Marks a field that is not a flag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of a dataclass, or of one nested in it, as it is given from outside."""
+
+    path: tuple[str, ...]
+    """Attribute names from the root: ("search", "steps")."""
+    type: Any
+    default: Any
+    group: str
+    """First line of the docstring of the dataclass that the field is in."""
+    help: str = ""
+    flag: Flag = Flag()
+    limits: tuple[Any, ...] = ()
+    required: bool = False
+
+    @property
+    def name(self) -> str:
+        """The flag without dashes, and the key in a recipe."""
+        return self.flag.name or self.path[-1].replace("_", "-")
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types that one value can have."""
+        return _members(self.type if self.element is None else self.element)
+
+    @property
+    def element(self) -> Any | None:
+        """The type of the elements of a tuple; None for a single value."""
+        if self.flag.parse is not None:
+            return None
+        tuples = [t for t in _members(self.type) if get_origin(t) is tuple and t != Pair]
+        return get_args(tuples[0])[0] if tuples else None
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the flag can be given several times."""
+        return self.element is not None or self.flag.repeated
+
+    @property
+    def switch(self) -> bool:
+        """Whether the flag takes no value."""
+        return self.type is bool and self.flag.parse is None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, if only these are allowed."""
+        literal = [t for t in self.types if t is not NoneType]
+        if self.flag.parse is not None or any(get_origin(t) is not Literal for t in literal):
+            return ()
+        return tuple(str(word) for t in literal for word in get_args(t))
+
+    def text(self, value: Any) -> str:
+        """A value as it would be given."""
+        if value is None or value == ():
+            return "none"
+        if self.flag.parse is not None:
+            return self.flag.show(value)
+        if isinstance(value, tuple) and self.element is not None:
+            return ",".join(map(_text, value))
+        return _text(value)
+
+    def parse(self, given: Any) -> Any:
+        """A value from text, several texts, or TOML."""
+        if self.flag.parse is not None:
+            try:
+                value = self.flag.parse(given)
+            except ValueError as error:
+                raise self.bad(given, str(error)) from None
+        elif self.element is None:
+            value = self._value(given)
+        else:
+            value = self._values(given)
+        for limit in self.limits:
+            number = value[0] if self.flag.also else value
+            if isinstance(number, int | float) and not _within(number, limit):
+                raise self.bad(number, _range(self.limits))
+        return value
+
+    def bad(self, given: Any, advice: str) -> BadSetting:
+        """The error for a value that cannot be used."""
+        shown = ", ".join(map(repr, given)) if isinstance(given, list | tuple) else repr(given)
+        return BadSetting(f"--{self.name} is {shown}; {advice}")
+
+    def _values(self, given: Any) -> Any:
+        words = list(given) if isinstance(given, list | tuple) else [given]
+        if self.element not in (Path, str):  # a comma may be part of a file name or a prompt
+            words = [w.strip() for word in words for w in str(word).split(",") if w.strip()]
+        if words in (["none"], [None]):
+            return None if NoneType in _members(self.type) else ()
+        if self.element is int:
+            return tuple(sorted({layer for word in words for layer in self._range(word)}))
+        return tuple(self._value(word) for word in words)
+
+    def _range(self, word: str) -> range:
+        """5, or 3-8."""
+        ends = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", word)
+        if ends is None:
+            raise self.bad(word, "write 5, 3-8 or 3,5,8")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if last < first:
+            raise self.bad(word, f"write {last}-{first}")
+        return range(first, last + 1)
+
+    def _value(self, given: Any) -> Any:
+        if NoneType in self.types and given in (None, "none"):
+            return None
+        for kind in self.types:
+            try:
+                return _convert(given, kind)
+            except (TypeError, ValueError):
+                continue
+        raise self.bad(given, self.expected)
+
+    @property
+    def expected(self) -> str:
+        """What to give, for a message."""
+        if self.choices:
+            return "choose from " + ", ".join(self.choices)
+        words = [
+            " or ".join(map(str, get_args(t))) if get_origin(t) is Literal else KINDS[t]
+            for t in self.types
+            if t in KINDS or get_origin(t) is Literal
+        ]
+        return "give " + ", ".join(words[:-1]) + (" or " if words[1:] else "") + words[-1]
+
+
+def settings_of(kind: Any) -> dict[str, Setting]:
+    """Flag name to setting, for a dataclass, or an instance whose values are the defaults."""
+    found: dict[str, Setting] = {}
+    for setting in _walk(kind, ()):
+        if setting.name in found:
+            raise TypeError(f"--{setting.name} would be the flag of two fields of {kind}")
+        found[setting.name] = setting
+    return found
+
+
+def build(base: T, given: Mapping[str, Any]) -> T:
+    """The base with the given settings parsed and set; an unknown name is an error."""
+    known = settings_of(base)
+    changes: dict[tuple[str, ...], Any] = {}
+    for name, text in given.items():
+        if name not in known:
+            raise BadSetting(unknown_flag(name, known))
+        setting = known[name]
+        value = setting.parse(text)
+        if setting.flag.also:
+            value, *others = value
+            for other, x in zip(setting.flag.also, others, strict=True):
+                changes[(*setting.path[:-1], other)] = x
+        changes[setting.path] = value
+    return _replace(base, changes)
+
+
+def unknown_flag(name: str, known: Mapping[str, Setting]) -> str:
+    """The message for a flag that does not exist."""
+    close = difflib.get_close_matches(name, known, n=1)
+    flags = ", ".join(f"--{name}" for name in known)
+    advice = f"did you mean --{close[0]}?" if close else f"the flags are {flags}"
+    return f"--{name} is not known; {advice}"
+
+
+def check(value: Any) -> None:
+    """Raise BadSetting if a field is outside its choices or range; for `__post_init__`."""
+    for setting in _fields(type(value)):
+        name = setting.path[-1]
+        x = getattr(value, name)
+        for one in x if isinstance(x, tuple) else [x]:
+            if setting.choices and one is not None and one not in setting.choices:
+                raise BadSetting(f"{name} is {one!r}; {setting.expected}")
+        if isinstance(x, int | float) and not all(_within(x, limit) for limit in setting.limits):
+            raise BadSetting(f"{name} is {x}; {_range(setting.limits)}")
+
+
+# ---- reading the fields
+
+
+def _walk(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
+    instance, cls = (None, kind) if isinstance(kind, type) else (kind, type(kind))
+    docs = _docs(cls)
+    for setting in _fields(cls):
+        if setting.flag is INTERNAL:
+            continue
+        name = setting.path[-1]
+        default = setting.default if instance is None else getattr(instance, name)
+        if is_dataclass(default) and setting.flag.parse is None:
+            yield from _walk(default, (*path, name))
+        else:
+            help = docs.get(name, "")
+            yield replace(setting, path=(*path, name), default=default, help=help)
+
+
+@cache
+def _fields(kind: Any) -> tuple[Setting, ...]:
+    """The fields of one dataclass, its own before those that it inherits."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in sorted(fields(kind), key=lambda field: _owner(kind, field.name)):
+        hint, notes = hints[field.name], ()
+        if get_origin(hint) is Annotated:
+            hint, *notes = get_args(hint)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        required = default is dataclasses.MISSING
+        setting = Setting(
+            path=(field.name,), type=hint, default=None if required else default,
+            required=required,
+            group=(kind.__doc__ or "").split("\n")[0].rstrip("."),
+            flag=next((note for note in notes if isinstance(note, Flag)), Flag()),
+            limits=tuple(note for note in notes if isinstance(note, Ge | Gt | Le | Lt)),
+        )  # fmt: skip
+        found.append(setting)
+    return tuple(found)
+
+
+def _owner(kind: type, name: str) -> int:
+    """How far up a class inherits a field from."""
+    mro = enumerate(kind.__mro__)
+    return next(i for i, base in mro if name in inspect.get_annotations(base))
+
+
+@cache
+def _docs(kind: type) -> dict[str, str]:
+    """Field name to the string under it; a class's own strings before those of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, after in zip(tree.body, tree.body[1:], strict=False):
+            match node, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _replace(value: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    """`dataclasses.replace` along paths."""
+    own = {path[0]: x for path, x in changes.items() if len(path) == 1}
+    for name in {path[0]: None for path in changes if len(path) > 1}:
+        below = {path[1:]: x for path, x in changes.items() if path[0] == name and len(path) > 1}
+        own[name] = _replace(getattr(value, name), below)
+    return replace(value, **own)
+
+
+# ---- values
+
+
+def _convert(given: Any, kind: Any) -> Any:
+    """A value of one type; ValueError or TypeError where it is none."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)[get_args(kind).index(given)]
+    if kind == Pair:
+        pair = re.fullmatch(r"(\d+)x(\d+)", str(given))
+        if pair is None:
+            raise ValueError
+        return int(pair[1]), int(pair[2])
+    if kind is bool:
+        if isinstance(given, bool):
+            return given
+        raise ValueError
+    if kind not in KINDS or kind is NoneType or isinstance(given, bool | list | tuple):
+        raise ValueError
+    if kind is int and isinstance(given, float):
+        raise ValueError  # int(3.7) would be 3
+    if kind is float and math.isnan(float(given)):
+        raise ValueError
+    return kind(given)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _within(x: int | float, limit: Any) -> bool:
+    name = type(limit).__name__.lower()
+    return getattr(operator, name)(x, getattr(limit, name))
+
+
+def _range(limits: Sequence[Any]) -> str:
+    words = {"Ge": "{} or more", "Gt": "more than {}", "Le": "{} or less", "Lt": "less than {}"}
+    names = [type(limit).__name__ for limit in limits]
+    bounds = [words[n].format(getattr(x, n.lower())) for n, x in zip(names, limits, strict=True)]
+    return "give " + " and ".join(bounds)
