@@ -1,4 +1,4 @@
-"""An edit is a value: it goes in and comes off bit by bit, adds up, scales, and goes to rows."""
+"""Edits: applied and reverted bit-for-bit, added, scaled, and applied per row."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,6 @@ from edits import (
 )
 from families import FAMILIES, tiny
 
-# ---- edits to try
-
 
 @pytest.fixture
 def gpt2() -> Iterator[LM]:
@@ -45,10 +43,10 @@ def gpt2() -> Iterator[LM]:
     assert_same(state_of(lm), before)
 
 
-# ---- in and off again
+# ---- apply and revert
 
 
-def test_an_edit_goes_in_and_comes_off(lm: LM) -> None:
+def test_an_edit_is_applied_and_reverted(lm: LM) -> None:
     before, unedited = state_of(lm), logits(lm)
     for edit in some_edits(lm):
         with edit.applied(lm) as same:
@@ -63,7 +61,7 @@ def test_an_edit_goes_in_and_comes_off(lm: LM) -> None:
     assert torch.equal(logits(lm), unedited)
 
 
-def test_the_weight_is_what_the_edit_says(lm: LM) -> None:
+def test_the_edited_weight_is_w_plus_delta(lm: LM) -> None:
     layer, name = 1, mlp(lm, 1)
     before = lm.mlp_weight(layer).clone()
     for change in (low_rank(lm, name, 2), dense(lm, name)):
@@ -72,7 +70,7 @@ def test_the_weight_is_what_the_edit_says(lm: LM) -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
-def test_edits_come_off_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
+def test_edits_are_reverted_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
     before, edits = state_of(gpt2), some_edits(gpt2)
     for edit in edits:
         edit.apply(gpt2)
@@ -80,7 +78,7 @@ def test_edits_come_off_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
         edits[order[taken - 1]].revert(gpt2)
         left = [edit for i, edit in enumerate(edits) if i not in order[:taken]]
         assert applied_edits(gpt2) == tuple(left)
-        # As if the others had never been there: the same edits on a new model.
+        # Bit-for-bit the same as the remaining edits on a new model.
         fresh = tiny("gpt2")
         for edit in left:
             edit.apply(fresh)
@@ -88,7 +86,7 @@ def test_edits_come_off_in_any_order(gpt2: LM, order: Sequence[int]) -> None:
     assert_same(state_of(gpt2), before)
 
 
-def test_an_edit_comes_off_after_an_error(gpt2: LM) -> None:
+def test_edits_are_reverted_after_an_error(gpt2: LM) -> None:
     before = state_of(gpt2)
     first, second, *_ = some_edits(gpt2)
     with pytest.raises(KeyboardInterrupt), first.applied(gpt2), second.applied(gpt2):
@@ -97,7 +95,7 @@ def test_an_edit_comes_off_after_an_error(gpt2: LM) -> None:
     assert applied_edits(gpt2) == ()
 
 
-def test_blocks_may_overlap(gpt2: LM) -> None:
+def test_applied_blocks_may_overlap(gpt2: LM) -> None:
     before = state_of(gpt2)
     first, second, *_ = some_edits(gpt2)
     outer, inner = first.applied(gpt2), second.applied(gpt2)
@@ -109,7 +107,7 @@ def test_blocks_may_overlap(gpt2: LM) -> None:
     assert_same(state_of(gpt2), before)
 
 
-def test_an_edit_is_applied_once(gpt2: LM) -> None:
+def test_an_edit_cannot_be_applied_twice(gpt2: LM) -> None:
     edit = some_edits(gpt2)[0]
     with edit.applied(gpt2):
         there = state_of(gpt2)
@@ -121,7 +119,7 @@ def test_an_edit_is_applied_once(gpt2: LM) -> None:
         assert applied_edits(gpt2) == (edit,)
 
 
-def test_an_edit_that_is_not_there_does_not_come_off(gpt2: LM) -> None:
+def test_an_edit_that_is_not_applied_cannot_be_reverted(gpt2: LM) -> None:
     first, second, *_ = some_edits(gpt2)
     with pytest.raises(BadEdit, match="apply it first"):
         first.revert(gpt2)
@@ -129,7 +127,7 @@ def test_an_edit_that_is_not_there_does_not_come_off(gpt2: LM) -> None:
         first.revert(gpt2)
 
 
-def test_two_models_have_edits_of_their_own(gpt2: LM) -> None:
+def test_models_have_separate_edits(gpt2: LM) -> None:
     other, edit = tiny("gpt2"), some_edits(gpt2)[0]
     with edit.applied(gpt2):
         assert applied_edits(other) == ()
@@ -138,7 +136,7 @@ def test_two_models_have_edits_of_their_own(gpt2: LM) -> None:
         assert applied_edits(gpt2) == (edit,)
 
 
-# ---- what is refused
+# ---- refused edits
 
 
 def test_another_model_is_refused(gpt2: LM) -> None:
@@ -156,7 +154,7 @@ def test_another_model_is_refused(gpt2: LM) -> None:
 def test_the_fingerprint_is_of_the_unedited_model(gpt2: LM) -> None:
     first, second, *_ = some_edits(gpt2)
     with first.applied(gpt2):
-        second.check(gpt2)  # although the weights are others now
+        second.check_model(gpt2)  # although the weights are edited now
         assert gpt2.fingerprint == tiny("gpt2").fingerprint
 
 
@@ -170,7 +168,7 @@ def test_a_forced_edit_must_still_fit(gpt2: LM) -> None:
     assert_same(state_of(gpt2), before)
 
 
-def test_an_unsafe_edit_is_refused_unless_forced(gpt2: LM) -> None:
+def test_an_edit_that_fails_its_checks_is_refused_unless_forced(gpt2: LM) -> None:
     checks = EditChecks(
         division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=900.0
     )
@@ -184,7 +182,7 @@ def test_an_unsafe_edit_is_refused_unless_forced(gpt2: LM) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_change_that_is_not_finite_leaves_everything(gpt2: LM, bad: float, which: int) -> None:
+def test_a_change_that_is_not_finite_changes_nothing(gpt2: LM, bad: float, which: int) -> None:
     before, there = state_of(gpt2), some_edits(gpt2)[1]
     names = [mlp(gpt2, 0), mlp(gpt2, 1)]
     changes: dict[str, Change] = {name: low_rank(gpt2, name) for name in names}
@@ -202,7 +200,7 @@ def test_a_change_that_is_not_finite_leaves_everything(gpt2: LM, bad: float, whi
     assert applied_edits(gpt2) == ()
 
 
-def test_a_change_too_small_to_matter_is_refused(gpt2: LM) -> None:
+def test_a_change_below_precision_is_refused(gpt2: LM) -> None:
     name = mlp(gpt2, 0)
     large, small = low_rank(gpt2, name), low_rank(gpt2, name, size=1e-12)
     edit = edit_of(gpt2, {name: small})
@@ -212,19 +210,18 @@ def test_a_change_too_small_to_matter_is_refused(gpt2: LM) -> None:
         edit.apply(gpt2)
 
 
-def test_what_is_left_may_be_as_small_as_it_likes(gpt2: LM) -> None:
-    """Taking an edit off never fails because the others hardly change the weight."""
+def test_reverting_never_fails_because_remaining_edits_are_small(gpt2: LM) -> None:
     name, W, before = mlp(gpt2, 0), gpt2.mlp_weight(0).clone(), state_of(gpt2)
     wipe, small = (edit_of(gpt2, {name: Dense(W * size)}) for size in (-1.0, 1e-9))
     wipe.apply(gpt2)
-    small.apply(gpt2)  # next to nothing, but more than the zeros that are there
+    small.apply(gpt2)  # tiny, but not compared to the zeros that are there
     wipe.revert(gpt2)
     assert applied_edits(gpt2) == (small,)
     assert_same(state_of(gpt2), before)
     small.revert(gpt2)
 
 
-def test_an_edit_and_its_opposite(gpt2: LM) -> None:
+def test_an_edit_and_its_negative_cancel(gpt2: LM) -> None:
     before, edit = state_of(gpt2), some_edits(gpt2)[0]
     with edit.applied(gpt2), (edit * -1.0).applied(gpt2):
         for name, weight in state_of(gpt2).items():
@@ -232,10 +229,10 @@ def test_an_edit_and_its_opposite(gpt2: LM) -> None:
     assert_same(state_of(gpt2), before)
 
 
-# ---- tied and turned weights
+# ---- tied weights
 
 
-def test_a_tied_weight_has_one_name(gpt2: LM) -> None:
+def test_a_tied_weight_is_edited_under_one_name(gpt2: LM) -> None:
     delta = Dense(0.1 * torch.randn(gpt2.embed.weight.shape))
     with pytest.raises(BadEdit, match=r"tied to transformer\.wte\.weight"):
         edit_of(gpt2, {"lm_head.weight": delta}).apply(gpt2)
@@ -271,13 +268,13 @@ def test_bfloat16_models_are_edited_in_float32(half: LM) -> None:
     assert_same(state_of(half), before)
 
 
-def test_a_change_below_bfloat16_is_refused(half: LM) -> None:
+def test_a_change_below_bfloat16_precision_is_refused(half: LM) -> None:
     name = mlp(half, 0)
     with pytest.raises(BadEdit, match=r"does not change in torch\.bfloat16"):
         edit_of(half, {name: low_rank(half, name, size=1e-9)}).apply(half)
 
 
-def test_one_fingerprint_in_float32_and_bfloat16(half: LM) -> None:
+def test_the_fingerprint_is_the_same_in_float32_and_bfloat16(half: LM) -> None:
     family = half.name.removeprefix("tiny ")
     edit = some_edits(tiny(family))[0]
     with edit.applied(half):
@@ -296,7 +293,7 @@ def test_rows_in_bfloat16(half: LM) -> None:
 # ---- sums and multiples
 
 
-def test_the_sum_is_both(gpt2: LM) -> None:
+def test_a_sum_applies_both_edits(gpt2: LM) -> None:
     first, second, *_ = some_edits(gpt2)
     both = first + second
     assert both.facts == (FACT, FACT)
@@ -310,7 +307,7 @@ def test_the_sum_is_both(gpt2: LM) -> None:
         torch.testing.assert_close(found[name], wanted[name])
 
 
-def test_low_ranks_add_up_until_dense_is_smaller(gpt2: LM) -> None:
+def test_low_ranks_are_summed_until_dense_is_smaller(gpt2: LM) -> None:
     name = mlp(gpt2, 0)  # (32, 128): dense from rank 26 on
     one = edit_of(gpt2, {name: low_rank(gpt2, name, 12)})
     two = one + edit_of(gpt2, {name: low_rank(gpt2, name, 13, seed=1)})
@@ -336,7 +333,7 @@ def test_a_multiple_scales_every_change(gpt2: LM) -> None:
         assert change.norm() == pytest.approx(change.matrix().norm().item())
 
 
-def test_a_sum_remembers_its_parts(gpt2: LM) -> None:
+def test_a_sum_keeps_the_settings_of_its_parts(gpt2: LM) -> None:
     edits = [
         replace(edit, method=method, settings={"layer": layer})
         for edit, method, layer in zip(some_edits(gpt2), "abc", range(3), strict=False)
@@ -352,7 +349,7 @@ def test_a_sum_remembers_its_parts(gpt2: LM) -> None:
     assert total.checks is None
 
 
-def test_edits_of_two_models_do_not_add_up(gpt2: LM) -> None:
+def test_edits_of_two_models_cannot_be_added(gpt2: LM) -> None:
     first, second, *_ = some_edits(gpt2)
     with pytest.raises(BadEdit, match="cannot be added"):
         _ = first + replace(second, fingerprint="0" * 64)
@@ -361,11 +358,11 @@ def test_edits_of_two_models_do_not_add_up(gpt2: LM) -> None:
         _ = first + edit_of(gpt2, {name: Dense(torch.ones(2, 2))})
 
 
-# ---- every row its own edit
+# ---- per-row edits
 
 
 def _alone(lm: LM, edit: Edit | None, ids: Tensor = IDS) -> Tensor:
-    """What the model says with the edit in its weights."""
+    """The logits with the edit applied to the weights."""
     if edit is None:
         return logits(lm, ids)
     with edit.applied(lm):
@@ -377,17 +374,17 @@ def _gap(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def assert_rows(lm: LM, edits: Sequence[Edit | None], rows: Sequence[int] | None = None) -> None:
-    """Row by row what each edit alone does."""
-    seats = list(range(len(edits))) if rows is None else list(rows)
-    ids = torch.arange(len(seats) * 6).reshape(-1, 6) * 7 % 97 + 3
+def assert_rows(lm: LM, edits: Sequence[Edit | None], index: Sequence[int] | None = None) -> None:
+    """Each row has the logits of the model with its edit applied."""
+    indices = list(range(len(edits))) if index is None else list(index)
+    ids = torch.arange(len(indices) * 6).reshape(-1, 6) * 7 % 97 + 3
     before = state_of(lm)
-    with edited(lm, edits, rows):
+    with edited(lm, edits, index):
         found = logits(lm, ids)
     assert_same(state_of(lm), before)
     alone = [_alone(lm, edit, ids) for edit in edits]
-    for i, seat in enumerate(seats):
-        assert _gap(found[i], alone[seat][i]) < 1e-5
+    for i, edit in enumerate(indices):
+        assert _gap(found[i], alone[edit][i]) < 1e-5
     assert torch.equal(logits(lm, ids), _alone(lm, None, ids))
 
 
@@ -415,7 +412,7 @@ def test_rows_of_attention_inputs(lm: LM) -> None:
     assert_rows(lm, [one, None, two])
 
 
-def test_the_biased_families_are_these() -> None:
+def test_the_list_of_families_with_biases() -> None:
     assert [family for family in sorted(FAMILIES) if has_bias(tiny(family))] == BIASED
 
 
@@ -443,13 +440,13 @@ def test_edited_rows_of_an_edited_model(gpt2: LM) -> None:
         assert_rows(gpt2, [second, None, third])
 
 
-def test_nothing_to_do(gpt2: LM) -> None:
+def test_unedited_rows_are_unchanged(gpt2: LM) -> None:
     with edited(gpt2, [None, None, None]):
         found = logits(gpt2)
     assert torch.equal(found, logits(gpt2))
 
 
-def test_the_hooks_are_gone_after_an_error(gpt2: LM) -> None:
+def test_hooks_are_removed_after_an_error(gpt2: LM) -> None:
     wanted = logits(gpt2)
     with pytest.raises(KeyboardInterrupt), edited(gpt2, some_edits(gpt2)[:3]):
         raise KeyboardInterrupt
@@ -463,18 +460,18 @@ def test_a_batch_of_another_size_is_refused(lm: LM, count: int) -> None:
         logits(lm)  # three rows of six tokens, so that some counts fit a flat batch
 
 
-@pytest.mark.parametrize("seat", [-1, 2])
-def test_a_row_of_an_edit_that_is_not_there_is_refused(gpt2: LM, seat: int) -> None:
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_edit_index_out_of_range_is_refused(gpt2: LM, index: int) -> None:
     edits = some_edits(gpt2)[:2]
     with (
-        pytest.raises(BadEdit, match=f"edit {seat}, but there are 2"),
-        edited(gpt2, edits, [0, seat, 1]),
+        pytest.raises(BadEdit, match=f"edit {index}, but there are 2"),
+        edited(gpt2, edits, [0, index, 1]),
     ):
         pass
 
 
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.ln_f.weight"])
-def test_rows_have_only_linear_layers(gpt2: LM, name: str) -> None:
+def test_only_linear_layers_can_be_edited_per_row(gpt2: LM, name: str) -> None:
     delta = Dense(0.1 * torch.randn(gpt2.model.get_parameter(name).shape))
     edit = edit_of(gpt2, {name: delta})
     with edit.applied(gpt2):

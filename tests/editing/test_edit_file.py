@@ -1,4 +1,4 @@
-"""Edits as files: what is saved comes back bit by bit, and a bad file is named."""
+"""Edit files: an edit survives saving bit-for-bit, and a bad file gives a clear error."""
 
 import json
 import math
@@ -13,16 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from factscope.editing.edit import (
-    FORMAT,
-    Change,
-    Dense,
-    Edit,
-    EditChecks,
-    LowRank,
-    load_edit,
-    save_edit,
-)
+from factscope.editing.edit import FORMAT, Change, Dense, Edit, EditChecks, LowRank
 from factscope.errors import BadEdit
 from factscope.facts import Fact
 from factscope.lm.model import LM
@@ -34,7 +25,7 @@ FACTS = (
     Fact(subject="Zürich", prompt="{} liegt in", target="東京", id="1", relation="P17"),
     Fact(subject='A "quoted" one', prompt="Where is\n{}?"),
 )
-HEALTH = EditChecks(
+CHECKS = EditChecks(
     division_factor=0.1 + 0.2, update_norm=1e-3, perplexity_before=7.5, perplexity_after=math.pi
 )
 SETTINGS = {
@@ -56,10 +47,10 @@ def gpt2() -> LM:
 
 @pytest.fixture(scope="module")
 def edit(gpt2: LM) -> Edit:
-    """Low rank and dense, a matrix and a bias, with everything that can be said of it."""
+    """Low rank and dense, a matrix and a bias, with facts, settings and checks."""
     first, second, third, _ = some_edits(gpt2)
     changes = {**second.changes, **third.changes, **first.changes}
-    return edit_of(gpt2, changes, facts=FACTS, settings=SETTINGS, checks=HEALTH)
+    return edit_of(gpt2, changes, facts=FACTS, settings=SETTINGS, checks=CHECKS)
 
 
 @pytest.fixture
@@ -97,16 +88,17 @@ def rewrite(path: Path, change: Callable[[Header, Tensors], Any]) -> None:
 
 
 def assert_refused(path: Path, *words: str) -> None:
+    """Loading fails with an error that names the file and has the words."""
     with pytest.raises(BadEdit) as refused:
-        load_edit(path)
+        Edit.load(path)
     for word in (str(path), *words):
         assert word in str(refused.value)
 
 
-# ---- there and back
+# ---- saving and loading
 
 
-def test_what_is_saved_comes_back(edit: Edit, path: Path, gpt2: LM) -> None:
+def test_a_saved_edit_is_loaded_bit_for_bit(edit: Edit, path: Path, gpt2: LM) -> None:
     loaded = Edit.load(path)
     assert_same_edit(loaded, edit)
     with edit.applied(gpt2):
@@ -116,13 +108,13 @@ def test_what_is_saved_comes_back(edit: Edit, path: Path, gpt2: LM) -> None:
             assert torch.equal(gpt2.model.get_parameter(name), weight)
 
 
-def test_every_family(lm: LM, tmp_path: Path) -> None:
+def test_edits_of_every_family_are_saved_and_loaded(lm: LM, tmp_path: Path) -> None:
     for number, edit in enumerate(some_edits(lm)):
-        save_edit(edit, tmp_path / f"{number}")
-        assert_same_edit(load_edit(tmp_path / f"{number}"), edit)
+        edit.save(tmp_path / f"{number}")
+        assert_same_edit(Edit.load(tmp_path / f"{number}"), edit)
 
 
-def test_odd_numbers_come_back(gpt2: LM, tmp_path: Path) -> None:
+def test_infinities_nan_and_subnormals_are_preserved(gpt2: LM, tmp_path: Path) -> None:
     odd = torch.tensor([[0.0, -0.0, 1e-45, math.inf], [3.4e38, math.nan, -math.inf, 1.0]])
     changes: dict[str, Change] = {"a.weight": Dense(odd), "b.weight": LowRank(odd.T, odd)}
     edit = edit_of(gpt2, changes)
@@ -130,7 +122,7 @@ def test_odd_numbers_come_back(gpt2: LM, tmp_path: Path) -> None:
     assert_same_edit(Edit.load(tmp_path / "odd"), edit)
 
 
-def test_views_and_shared_tensors_are_written_out(gpt2: LM, tmp_path: Path) -> None:
+def test_views_and_shared_tensors_can_be_saved(gpt2: LM, tmp_path: Path) -> None:
     whole = torch.randn(6, 6)
     changes: dict[str, Change] = {
         "a.weight": Dense(whole.T),
@@ -143,25 +135,25 @@ def test_views_and_shared_tensors_are_written_out(gpt2: LM, tmp_path: Path) -> N
     assert_same_edit(Edit.load(tmp_path / "views"), edit)
 
 
-def test_tuples_come_back_as_lists(edit: Edit, tmp_path: Path) -> None:
+def test_tuples_in_settings_are_loaded_as_lists(edit: Edit, tmp_path: Path) -> None:
     replace(edit, settings={"layers": (3, 4)}, checks=None).save(tmp_path / "edit")
     loaded = Edit.load(tmp_path / "edit")
     assert loaded.settings == {"layers": [3, 4]}
     assert loaded.checks is None
 
 
-def test_sums_and_multiples_come_back(gpt2: LM, edit: Edit, tmp_path: Path) -> None:
+def test_sums_and_multiples_can_be_saved(gpt2: LM, edit: Edit, tmp_path: Path) -> None:
     first, second, *_ = some_edits(gpt2)
     total = (first + second) * 0.5
     total.save(tmp_path / "edit")
     assert_same_edit(Edit.load(tmp_path / "edit"), total)
 
 
-def test_the_file_says_what_it_is(edit: Edit, path: Path) -> None:
+def test_header_and_tensor_names(edit: Edit, path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         header = file.metadata()
         names = sorted(file.keys())
-    assert header["format"] == "factscope-edit 1"
+    assert header["format"] == "factscope-edit 2"
     assert (header["model"], header["fingerprint"]) == (edit.model, edit.fingerprint)
     assert json.loads(header["facts"])[0]["subject"] == "Zürich"
     assert names == [
@@ -172,16 +164,16 @@ def test_the_file_says_what_it_is(edit: Edit, path: Path) -> None:
     ]
 
 
-def test_a_loaded_edit_outlives_its_file(edit: Edit, path: Path) -> None:
+def test_a_loaded_edit_does_not_depend_on_its_file(edit: Edit, path: Path) -> None:
     loaded = Edit.load(path)
     path.write_bytes(b"")
     assert_same_edit(loaded, edit)
 
 
-# ---- writing fails
+# ---- failures of writing
 
 
-def test_nothing_is_left_of_a_failed_write(
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
     edit: Edit, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = path.read_bytes()
@@ -198,19 +190,19 @@ def test_nothing_is_left_of_a_failed_write(
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_folders_are_made(edit: Edit, tmp_path: Path) -> None:
+def test_parent_folders_are_created(edit: Edit, tmp_path: Path) -> None:
     edit.save(tmp_path / "a" / "b" / "edit")
     assert_same_edit(Edit.load(str(tmp_path / "a" / "b" / "edit")), edit)
 
 
-def test_a_place_that_cannot_be_written_is_named(edit: Edit, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(edit: Edit, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "edit", tmp_path):
         with pytest.raises(BadEdit, match="cannot be written"):
             edit.save(place)
 
 
-def test_settings_must_be_plain(edit: Edit, tmp_path: Path) -> None:
+def test_settings_must_be_plain_values(edit: Edit, tmp_path: Path) -> None:
     with pytest.raises(BadEdit, match="not plain values"):
         replace(edit, settings={"at": tmp_path}).save(tmp_path / "edit")
     assert list(tmp_path.iterdir()) == []
@@ -219,15 +211,15 @@ def test_settings_must_be_plain(edit: Edit, tmp_path: Path) -> None:
 # ---- bad files
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "none", "there is no file", "Edit.save")
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, "cannot be read")
 
 
-def test_truncated_files(path: Path) -> None:
+def test_truncated_files_are_refused(path: Path) -> None:
     data = path.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     lengths = {*range(0, 16), *range(16, len(data), len(data) // 40)}
@@ -240,7 +232,7 @@ def test_truncated_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"\xff" * 100, b"{}" * 50, bytes(64)])
-def test_not_safetensors(data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_safetensors_are_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "edit"
     path.write_bytes(data)
     assert_refused(path)
@@ -251,18 +243,58 @@ def test_not_safetensors(data: bytes, tmp_path: Path) -> None:
     [None, {"format": "pt"}, {"kind": "factscope second moment"}, {"format": FORMAT}],
     ids=str,
 )
-def test_safetensors_of_something_else(header: Header | None, tmp_path: Path) -> None:
+def test_other_safetensors_files_are_refused(header: Header | None, tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "other", metadata=header)
-    assert_refused(tmp_path / "other", "holds no edit", "Edit.save")
+    assert_refused(tmp_path / "other", "is not an edit", "Edit.save")
 
 
-def test_a_newer_version(path: Path) -> None:
-    rewrite(path, lambda header, tensors: header.update(format=f"{FORMAT} 2"))
-    assert_refused(path, "has format 2", "up to 1", "update factscope")
+def test_a_newer_version_is_refused(path: Path) -> None:
+    rewrite(path, lambda header, tensors: header.update(format=f"{FORMAT} 3"))
+    assert_refused(path, "has format version 3", "up to 2", "update factscope")
+
+
+# ---- version 1
+
+
+def as_version_1(header: Header, tensors: Tensors) -> None:
+    """The header as version 1 had it: `health` for `checks`, and older names of settings."""
+    header["format"] = f"{FORMAT} 1"
+    header["health"] = header.pop("checks")
+    header["settings"] = json.dumps(
+        {"bound": 0.1, "at_once": None, "search": {"rate": 0.5, "essence_at": "end"}}
+    )
+
+
+def test_a_version_1_file_is_read(edit: Edit, path: Path) -> None:
+    rewrite(path, as_version_1)
+    search = {"lr": 0.5, "kl_position": "end"}
+    current = {"max_change": 0.1, "facts_per_pass": None, "search": search}
+    assert_same_edit(Edit.load(path), replace(edit, settings=current))
+
+
+def test_the_parts_of_a_version_1_sum_are_read(edit: Edit, path: Path) -> None:
+    def a_sum(header: Header, tensors: Tensors) -> None:
+        as_version_1(header, tensors)
+        del header["health"]
+        header["settings"] = json.dumps({"parts": [{"method": "ft", "rate": 0.1}], "scale": 2.0})
+
+    rewrite(path, a_sum)
+    current = {"parts": [{"method": "ft", "lr": 0.1}], "scale": 2.0}
+    assert_same_edit(Edit.load(path), replace(edit, settings=current, checks=None))
+
+
+@pytest.mark.parametrize("key", ["settings", "facts"])
+def test_a_broken_version_1_file_is_refused(path: Path, key: str) -> None:
+    def broken(header: Header, tensors: Tensors) -> None:
+        as_version_1(header, tensors)
+        del header[key]
+
+    rewrite(path, broken)
+    assert_refused(path, f"no '{key}' in its header")
 
 
 @pytest.mark.parametrize("key", ["model", "fingerprint", "method", "facts", "settings"])
-def test_a_header_with_something_missing(path: Path, key: str) -> None:
+def test_a_missing_header_key_is_refused(path: Path, key: str) -> None:
     rewrite(path, lambda header, tensors: header.pop(key))
     assert_refused(path, f"no '{key}' in its header")
 
@@ -280,7 +312,7 @@ def test_a_header_with_something_missing(path: Path, key: str) -> None:
         ("checks", "null "),
     ],
 )
-def test_a_header_that_makes_no_sense(path: Path, key: str, value: str) -> None:
+def test_an_invalid_header_value_is_refused(path: Path, key: str, value: str) -> None:
     rewrite(path, lambda header, tensors: header.update({key: value}))
     assert_refused(path, "cannot be read")
 
@@ -297,7 +329,7 @@ def test_a_header_that_makes_no_sense(path: Path, key: str, value: str) -> None:
         ({"w#delta": torch.ones(2, 3).int()}, "not float32"),
     ],
 )
-def test_tensors_that_do_not_fit_together(path: Path, tensors: Tensors, word: str) -> None:
+def test_inconsistent_tensors_are_refused(path: Path, tensors: Tensors, word: str) -> None:
     def other(header: Header, old: Tensors) -> None:
         old.clear()
         old.update(tensors)

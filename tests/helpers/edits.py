@@ -1,4 +1,4 @@
-"""Edits of tiny models, and what compares weights."""
+"""Edits of tiny models, and comparison of weights."""
 
 from typing import Any
 
@@ -10,10 +10,7 @@ from factscope.facts import Fact
 from factscope.lm.model import LM
 
 FACT = Fact(subject="The Louvre", prompt="{} is in", target="Rome", id="7", relation="P131")
-
-
 IDS = torch.arange(3 * 6).reshape(3, 6) * 7 % 97 + 3
-
 
 State = dict[str, Tensor]
 
@@ -87,7 +84,7 @@ def state_of(lm: LM) -> State:
 
 
 def assert_same(found: State, wanted: State) -> None:
-    """Bit by bit."""
+    """Bit-for-bit."""
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 

@@ -1,15 +1,11 @@
 """Edit: a change of a model's weights, as a value.
 
-An edit names the weights that it changes and says by how much; it knows the model that it is for
-and the facts that it writes. It can be applied and taken off, added to another and scaled, saved
-and loaded. A rank-one edit is two vectors.
+    LowRank, Dense   ΔW of one weight
+    EditChecks       measurements that show whether an edit damages the model, and their limits
+    Edit             ΔW by weight name, with the model it is for and the facts it writes
 
-Edits as files: safetensors, with what they are for and what they write in the header.
-
-A low-rank change of a weight is two tensors, `<weight>#B` and `<weight>#A`; any other is one,
-`<weight>#delta`. All are float32, in the paper's orientation. Nothing in the file is code.
-
-Guard rails: figures that tell an edit which would break the model.
+ΔW is float32 and in the paper's orientation W k = v, however the model stores W. An edit can be
+applied and reverted, added and scaled, saved and loaded.
 """
 
 import json
@@ -26,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from factscope.editing import applied as ledger
+from factscope.editing.applied import apply_edit, revert_edit
 from factscope.errors import BadEdit, BadFact, UnsafeEdit
 from factscope.facts import Fact
 from factscope.io import write_atomic
@@ -34,49 +30,129 @@ from factscope.io import write_atomic
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "Change",
-    "CheckLimits",
-    "Dense",
-    "Edit",
-    "EditChecks",
-    "LowRank",
-    "load_edit",
-    "save_edit",
-]
+__all__ = ["Change", "CheckLimits", "Dense", "Edit", "EditChecks", "LowRank", "add_changes"]
+
+
+# ---- the change of one weight
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """ΔW = B A."""
+
+    B: Float[Tensor, "value rank"]
+    A: Float[Tensor, "rank key"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of ΔW."""
+        return self.B.shape[0], self.A.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of B."""
+        return self.A.shape[0]
+
+    def matrix(self) -> Float[Tensor, "value key"]:
+        """ΔW."""
+        return self.B @ self.A
+
+    def to(self, device: torch.device | str) -> "LowRank":
+        """The same change on a device."""
+        return LowRank(self.B.to(device), self.A.to(device))
+
+    def __mul__(self, factor: float) -> "LowRank":
+        return LowRank(self.B * factor, self.A)
+
+    def norm(self) -> float:
+        """The Frobenius norm of ΔW, computed without ΔW."""
+        if self.rank == 1:  # the usual case; a matmul would wake BLAS threads
+            return (self.B.double().norm() * self.A.double().norm()).item()
+        gram = (self.B.T.double() @ self.B.double()) * (self.A.double() @ self.A.T.double())
+        return gram.sum().clamp(min=0).sqrt().item()
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """ΔW entry by entry; also the change of a bias."""
+
+    delta: Float[Tensor, "..."]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of ΔW."""
+        return tuple(self.delta.shape)
+
+    @property
+    def rank(self) -> int:
+        """The highest rank that ΔW can have."""
+        return min(self.delta.shape)
+
+    def matrix(self) -> Float[Tensor, "..."]:
+        """ΔW."""
+        return self.delta
+
+    def to(self, device: torch.device | str) -> "Dense":
+        """The same change on a device."""
+        return Dense(self.delta.to(device))
+
+    def __mul__(self, factor: float) -> "Dense":
+        return Dense(self.delta * factor)
+
+    def norm(self) -> float:
+        """The Frobenius norm of ΔW."""
+        return self.delta.double().norm().item()
+
+
+Change = LowRank | Dense
+
+
+def add_changes(first: Change, second: Change) -> Change:
+    """The sum of two changes of one weight; low rank while that takes less memory than dense."""
+    if first.shape != second.shape:
+        raise BadEdit(f"changes of shape {first.shape} and {second.shape} cannot be added")
+    if isinstance(first, LowRank) and isinstance(second, LowRank):
+        value, key = first.shape
+        if (first.rank + second.rank) * (value + key) < value * key:
+            return LowRank(torch.cat([first.B, second.B], 1), torch.cat([first.A, second.A], 0))
+    return Dense(first.matrix() + second.matrix())
+
+
+# ---- checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """How far an edit may go."""
+    """The limits within which an edit is taken to be safe."""
 
     division_factor: float = 0.02
-    """At least: the cosine between the key and C⁻¹k, by which the update is divided. Where it is
-    near 0 the update is huge; docs/results.md says what is usual."""
+    """Minimum cosine between the key k and C⁻¹k, by which the update is divided. Near 0 the update
+    explodes; docs/results.md lists usual values."""
     update_norm: float = 0.5
-    """At most: ‖ΔW‖ / ‖W‖ of the weight that changes most."""
+    """Maximum ‖ΔW‖ / ‖W‖ of the weight that changes most."""
     perplexity: float = 1.5
-    """At most: by what factor the perplexity of a plain text may grow."""
+    """Maximum factor by which the perplexity of an unrelated text may grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditChecks:
-    """What the guard rails saw of an edit."""
+    """What was measured of an edit, to detect one that damages the model (`editing.checks`)."""
 
     division_factor: float | None
-    """The smallest cosine between a key and the direction it is divided by; None without one."""
+    """Smallest cosine between a key and the direction it is divided by; None if the method has
+    none."""
     update_norm: float
-    """The largest ‖ΔW‖ / ‖W‖ over the changed weights."""
+    """Largest ‖ΔW‖ / ‖W‖ over the changed weights."""
     perplexity_before: float
     perplexity_after: float
 
     @property
     def perplexity_growth(self) -> float:
-        """By what factor the plain text's perplexity grew."""
+        """The factor by which the unrelated text's perplexity grew."""
         return self.perplexity_after / self.perplexity_before
 
     def complaints(self, limits: CheckLimits | None = None) -> list[str]:
-        """Each limit that the edit breaks, by name and with its value."""
+        """One sentence for each limit that the edit breaks. A NaN breaks its limit."""
         limits = limits or CheckLimits()
         found = []
         if self.division_factor is not None and not self.division_factor >= limits.division_factor:
@@ -94,13 +170,13 @@ class EditChecks:
             )
         return found
 
-    def refuse(self, limits: CheckLimits | None = None) -> None:
-        """Raise by name where a limit is broken."""
+    def raise_if_unsafe(self, limits: CheckLimits | None = None) -> None:
+        """Raise `UnsafeEdit` if a limit is broken."""
         complaints = self.complaints(limits)
         if complaints:
             raise UnsafeEdit(
-                f"the edit is beyond the guard rails: {'; '.join(complaints)}. Try another layer "
-                "or prompt; force it to have it all the same"
+                f"the edit fails its checks: {'; '.join(complaints)}. Try another layer or prompt, "
+                "or force the edit"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,138 +184,57 @@ class EditChecks:
         return asdict(self)
 
 
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """ΔW = B A, in the paper's orientation W k = v."""
-
-    B: Float[Tensor, "value rank"]
-    A: Float[Tensor, "rank key"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of ΔW."""
-        return self.B.shape[0], self.A.shape[1]
-
-    @property
-    def rank(self) -> int:
-        """How many directions it has."""
-        return self.A.shape[0]
-
-    def matrix(self) -> Float[Tensor, "value key"]:
-        """ΔW itself."""
-        return self.B @ self.A
-
-    def to(self, device: torch.device | str) -> "LowRank":
-        """The same on a device."""
-        return LowRank(self.B.to(device), self.A.to(device))
-
-    def __mul__(self, factor: float) -> "LowRank":
-        return LowRank(self.B * factor, self.A)
-
-    def norm(self) -> float:
-        """The Frobenius norm of ΔW, without making it."""
-        if self.rank == 1:  # the usual case, without the threads that a product would wake
-            return (self.B.double().norm() * self.A.double().norm()).item()
-        gram = (self.B.T.double() @ self.B.double()) * (self.A.double() @ self.A.T.double())
-        return gram.sum().clamp(min=0).sqrt().item()
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """ΔW entry by entry, in the paper's orientation; or a change of a bias."""
-
-    delta: Float[Tensor, "..."]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of ΔW."""
-        return tuple(self.delta.shape)
-
-    @property
-    def rank(self) -> int:
-        """The most directions that it can have."""
-        return min(self.delta.shape)
-
-    def matrix(self) -> Float[Tensor, "..."]:
-        """ΔW itself."""
-        return self.delta
-
-    def to(self, device: torch.device | str) -> "Dense":
-        """The same on a device."""
-        return Dense(self.delta.to(device))
-
-    def __mul__(self, factor: float) -> "Dense":
-        return Dense(self.delta * factor)
-
-    def norm(self) -> float:
-        """The Frobenius norm of ΔW."""
-        return self.delta.double().norm().item()
-
-
-Change = LowRank | Dense
-
-
-def add_changes(first: Change, second: Change) -> Change:
-    """The sum of two changes of one weight: two low ranks stay one, as long as that is smaller."""
-    if first.shape != second.shape:
-        raise BadEdit(f"changes of shape {first.shape} and {second.shape} cannot be added")
-    if isinstance(first, LowRank) and isinstance(second, LowRank):
-        both = first.rank + second.rank
-        if both * sum(first.shape) < first.shape[0] * first.shape[1]:
-            return LowRank(
-                torch.cat([first.B, second.B], dim=1), torch.cat([first.A, second.A], dim=0)
-            )
-    return Dense(first.matrix() + second.matrix())
+# ---- edits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edit:
-    """Changes of named weights of one model, in float32."""
+    """Changes of named weights of one model."""
 
     changes: Mapping[str, Change]
-    """The full name of a parameter → its change."""
+    """Full parameter name → its change."""
     model: str
-    """The name of the model that the edit is for."""
+    """Name of the model that the edit is for."""
     fingerprint: str
-    """That model's fingerprint before any edit."""
+    """Fingerprint of that model's unedited weights."""
     method: str
     facts: tuple[Fact, ...]
-    """What it writes: each fact's target is its new object."""
+    """The facts that the edit writes; a fact's target is its new object."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made, every default spelled out."""
+    """The method's settings, with all defaults resolved, and what it found."""
     checks: EditChecks | None = None
-    """The guard rails' figures; None where they were not measured."""
+    """None if not measured."""
 
     @cached_property
     def changed_weights(self) -> tuple[str, ...]:
-        """Where it is written, in order."""
+        """The names of the changed weights, sorted."""
         return tuple(sorted(self.changes))
 
     def apply(self, lm: "LM", *, force: bool = False) -> None:
-        """Write it into the model's weights, on top of the edits that are there.
+        """Add the changes to the model's weights, on top of the edits applied before.
 
-        Refuses another model, and an edit beyond the guard rails; `force` does it all the same.
+        Refuses another model and an edit that fails its checks, unless `force`.
         """
         if not force:
-            self.check(lm)
+            self.check_model(lm)
             if self.checks is not None:
-                self.checks.refuse()
-        ledger.apply_edit(lm, self)
+                self.checks.raise_if_unsafe()
+        apply_edit(lm, self)
 
     def revert(self, lm: "LM") -> None:
-        """Take it off again, in whatever order edits were applied: bit by bit as without it."""
-        ledger.revert_edit(lm, self)
+        """Remove the edit from the weights, bit-for-bit; edits may be reverted in any order."""
+        revert_edit(lm, self)
 
     @contextmanager
     def applied(self, lm: "LM", *, force: bool = False) -> Iterator["LM"]:
-        """Applied inside the block; afterwards the weights are as before, also after an error."""
+        """Apply the edit inside the block and revert it afterwards, also after an error."""
         self.apply(lm, force=force)
         try:
             yield lm
         finally:
             self.revert(lm)
 
-    def check(self, lm: "LM") -> None:
+    def check_model(self, lm: "LM") -> None:
         """Refuse a model that the edit is not for."""
         if lm.fingerprint != self.fingerprint:
             raise BadEdit(
@@ -251,17 +246,6 @@ class Edit:
         """The same edit with its tensors on a device."""
         return replace(self, changes={name: x.to(device) for name, x in self.changes.items()})
 
-    def save(self, path: str | Path) -> None:
-        """Write it to a file, whole or not at all; see `editing.edit_file`."""
-
-        save_edit(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Edit":
-        """The edit in a file."""
-
-        return load_edit(path)
-
     def __add__(self, other: "Edit") -> "Edit":
         if self.fingerprint != other.fingerprint:
             raise BadEdit(
@@ -271,10 +255,11 @@ class Edit:
         changes = dict(self.changes)
         for name, change in other.changes.items():
             changes[name] = add_changes(changes[name], change) if name in changes else change
+        methods = dict.fromkeys([*self.method.split(" + "), *other.method.split(" + ")])
         return replace(
             self,
             changes=changes,
-            method=_joined(self.method, other.method),
+            method=" + ".join(methods),
             facts=self.facts + other.facts,
             settings={"parts": [*_parts(self), *_parts(other)]},
             checks=None,
@@ -289,13 +274,45 @@ class Edit:
 
     __rmul__ = __mul__
 
+    def save(self, path: str | Path) -> None:
+        """Write the edit to a file, atomically; `load` returns it bit-for-bit.
 
-def _joined(first: str, second: str) -> str:
-    names = dict.fromkeys([*first.split(" + "), *second.split(" + ")])
-    return " + ".join(names)
+        Settings are stored as JSON: tuples come back as lists.
+        """
+        path, header = Path(path), _header(self)
+        try:
+            # safetensors' save_file would create the file with mode 0600.
+            write_atomic(path, save(_tensors(self.changes), metadata=header))
+        except (OSError, SafetensorError) as error:
+            raise BadEdit(
+                f"the edit cannot be written to {path} ({error}); give another path"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Edit":
+        """Read an edit from a file, to the CPU."""
+        path = Path(path)
+        header, tensors = _read(path)
+        try:
+            settings, checks = dict(json.loads(header["settings"])), header.get("checks")
+            if header["format"] == f"{FORMAT} 1":
+                settings, checks = _current_names(settings), header.get("health")
+            return cls(
+                changes=_changes(tensors),
+                model=header["model"],
+                fingerprint=header["fingerprint"],
+                method=header["method"],
+                facts=tuple(Fact(**fact) for fact in json.loads(header["facts"])),
+                settings=settings,
+                checks=None if checks is None else EditChecks(**json.loads(checks)),
+            )
+        except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
+            reason = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
+            raise _unreadable(path, reason) from error
 
 
 def _parts(edit: Edit) -> list[dict[str, Any]]:
+    """The settings of the edits that an edit is the sum of, or its own."""
     if "parts" not in edit.settings:
         return [{"method": edit.method, **edit.settings}]
     parts, scale = edit.settings["parts"], edit.settings.get("scale")
@@ -304,49 +321,25 @@ def _parts(edit: Edit) -> list[dict[str, Any]]:
     return [{**part, "scale": scale * part.get("scale", 1.0)} for part in parts]
 
 
+# ---- the file format: safetensors
+#
+# The header holds everything but the changes, as text or JSON. A low-rank change of a weight is
+# the tensors `<weight>#B` and `<weight>#A`, a dense one is `<weight>#delta`, all float32.
+
 FORMAT = "factscope-edit"
-VERSION = 1
+VERSION = 2
+"""Version 1 is read, too: it has the header key `health` for `checks`, and older setting names."""
 
-
-def save_edit(edit: Edit, path: str | Path) -> None:
-    """Write the edit, whole or not at all; `load_edit` gives the same one, bit by bit.
-
-    Settings are kept as JSON: their tuples come back as lists.
-    """
-    path, header = Path(path), _header(edit)
-    tensors = {
-        f"{name}#{part}": _plain(tensor)
-        for name, change in edit.changes.items()
-        for part, tensor in _file_parts(change).items()
-    }
-    try:
-        # By way of bytes: safetensors' own files can be read by their maker only.
-        write_atomic(path, save(tensors, metadata=header))
-    except (OSError, SafetensorError) as error:
-        raise BadEdit(f"the edit cannot be written to {path} ({error}); give another") from error
-
-
-def load_edit(path: str | Path) -> Edit:
-    """The edit in a file, on the CPU."""
-    path = Path(path)
-    header, tensors = _read(path)
-    try:
-        checks = header.get("checks")
-        return Edit(
-            changes=_changes(tensors),
-            model=header["model"],
-            fingerprint=header["fingerprint"],
-            method=header["method"],
-            facts=tuple(Fact(**fact) for fact in json.loads(header["facts"])),
-            settings=dict(json.loads(header["settings"])),
-            checks=None if checks is None else EditChecks(**json.loads(checks)),
-        )
-    except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
-        reason = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
-        raise _unreadable(path, reason) from error
-
-
-# ---- writing
+RENAMED_SETTINGS = {
+    "at_once": "facts_per_pass",
+    "bound": "max_change",
+    "decay": "weight_decay",
+    "decay_form": "weight_decay_form",
+    "essence": "kl_weight",
+    "essence_at": "kl_position",
+    "rate": "lr",
+}
+"""Names in version 1 → names in version 2."""
 
 
 def _header(edit: Edit) -> dict[str, str]:
@@ -356,42 +349,42 @@ def _header(edit: Edit) -> dict[str, str]:
         "fingerprint": edit.fingerprint,
         "method": edit.method,
         "facts": json.dumps([asdict(fact) for fact in edit.facts]),
-        "settings": _json(edit.settings),
     }
-    return header if edit.checks is None else {**header, "checks": _json(edit.checks.to_dict())}
-
-
-def _json(values: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(values))
+        header["settings"] = json.dumps(dict(edit.settings))
     except (TypeError, ValueError) as error:
         raise BadEdit(
             f"the edit's settings are not plain values ({error}); give numbers, text, lists"
         ) from error
+    if edit.checks is not None:
+        header["checks"] = json.dumps(edit.checks.to_dict())
+    return header
 
 
-def _file_parts(change: Change) -> dict[str, Tensor]:
-    if isinstance(change, LowRank):
-        return {"A": change.A, "B": change.B}
-    return {"delta": change.delta}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A copy of its own, since safetensors takes no two tensors that share memory."""
-    tensor = tensor.detach().to("cpu", torch.float32)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-# ---- reading
+def _tensors(changes: Mapping[str, Change]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, change in changes.items():
+        for part, tensor in vars(change).items():  # B and A, or delta
+            tensor = tensor.detach().to("cpu", torch.float32)
+            # safetensors rejects tensors that share memory.
+            found[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header and the tensors of a file that says it is an edit, of a version we know."""
+    """The header and the tensors of an edit file of a known version."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            _check_format(path, header)
-            # Copies: a tensor that still lay in the file would change with it.
+            kind, _, version = header.get("format", "").partition(" ")
+            if kind != FORMAT or not version.isdigit():
+                raise BadEdit(f"{path} is not an edit; give a file that `Edit.save` wrote")
+            if int(version) > VERSION:
+                raise BadEdit(
+                    f"{path} has format version {version}, this factscope reads up to {VERSION}; "
+                    "update factscope"
+                )
+            # Tensors are views of the mapped file, which may change: copy them.
             return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise BadEdit(f"there is no file {path}; give one that `Edit.save` wrote") from error
@@ -399,22 +392,19 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise _unreadable(path, str(error)) from error
 
 
-def _check_format(path: Path, header: Mapping[str, str]) -> None:
-    kind, _, version = header.get("format", "").partition(" ")
-    if kind != FORMAT or not version.isdigit():
-        raise BadEdit(f"{path} holds no edit; give a file that `Edit.save` wrote")
-    if int(version) > VERSION:
-        raise BadEdit(
-            f"{path} has format {version}, this factscope reads up to {VERSION}; update factscope"
-        )
+def _current_names(settings: Any) -> Any:
+    """Version 1 settings under their current names, at any depth."""
+    if isinstance(settings, dict):
+        return {RENAMED_SETTINGS.get(name, name): _current_names(x) for name, x in settings.items()}
+    return [_current_names(x) for x in settings] if isinstance(settings, list) else settings
 
 
 def _changes(tensors: Mapping[str, Tensor]) -> dict[str, Change]:
-    found: dict[str, dict[str, Tensor]] = {}
+    by_weight: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, part = key.rpartition("#")
-        found.setdefault(name, {})[part] = tensor
-    return {name: _change(name, parts) for name, parts in found.items()}
+        by_weight.setdefault(name, {})[part] = tensor
+    return {name: _change(name, parts) for name, parts in by_weight.items()}
 
 
 def _change(name: str, parts: Mapping[str, Tensor]) -> Change:
@@ -427,7 +417,7 @@ def _change(name: str, parts: Mapping[str, Tensor]) -> Change:
     B, A = parts["B"], parts["A"]
     if B.dim() != 2 or A.dim() != 2 or B.shape[1] != A.shape[0]:
         shapes = f"{tuple(B.shape)} and {tuple(A.shape)}"
-        raise ValueError(f"B and A of {name!r} have shapes {shapes}, which do not fit together")
+        raise ValueError(f"B and A of {name!r} have shapes {shapes}, which do not match")
     return LowRank(B, A)
 
 

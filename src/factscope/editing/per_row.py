@@ -1,8 +1,8 @@
-"""Per-row edits: in one batch, every row sees a model edited in its own way.
+"""Per-row edits: in one batch, each row is run with an edit of its own.
 
-An edit of one matrix is ΔW = B A, so the edited output of that module is W x + B (A x): each row
-brings its own A and B, and no weight is written. Hundreds of differently edited models are run
-in one forward pass.
+The output of a linear layer whose weight is changed by ΔW = B A is W x + B (A x). A hook adds the
+second term, with A and B of each row's edit, so no weight is written and one forward pass runs
+hundreds of differently edited models.
 """
 
 import math
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.editing.applied import weight_of
@@ -24,30 +24,32 @@ if TYPE_CHECKING:
 
 __all__ = ["edited", "factors_applied", "factors_by_row", "linear_of"]
 
-GRAIN = 8
-"""Ranks above one are filled up to a multiple of this where that makes them alike."""
-FEW = 32
-"""Up to this rank each row carries its own factors; above, rows go edit by edit."""
+MAX_FACTOR_RANK = 32
+"""Up to this rank each row gets its own copy of A and B; above, rows are grouped by edit."""
+RANK_MULTIPLE = 8
+"""`factors_by_row` pads ranks above 1 to a multiple of this, so that few distinct shapes occur."""
 
-Shift = Callable[[Float[Tensor, "row token key"]], Float[Tensor, "row token value"]]
-"""What a module's output moves by, given its input."""
+OutputDelta = Callable[[Float[Tensor, "row token key"]], Float[Tensor, "row token value"]]
+"""What is added to a module's output, as a function of its input."""
 
 
 @contextmanager
 def edited(
-    lm: "LM", edits: Sequence[Edit | None], rows: Sequence[int] | None = None
+    lm: "LM", edits: Sequence[Edit | None], edit_index: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Inside, row i of every batch sees edits[rows[i]], or the model as it is where that is None.
+    """Inside, row i of every batch is run with edits[edit_index[i]]; None leaves a row unedited.
 
-    Without `rows`, row i sees edit i. One edit and no `rows`: every row sees it.
+    Without `edit_index` row i gets edit i; a single edit is then given to all rows of any batch.
     """
-    shifts: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
-    by_weight = _by_weight(lm, edits)
-    seats = list(range(len(edits))) if rows is None else list(rows)
-    if wrong := [seat for seat in seats if not 0 <= seat < len(edits)]:
-        raise BadEdit(f"a row asks for edit {wrong[0]}, but there are {len(edits)}, from 0 on")
-    everyone = rows is None and len(edits) == 1
-    for name, changes in by_weight.items():
+    changes_by_weight = _changes_by_weight(lm, edits)
+    indices = list(range(len(edits)) if edit_index is None else edit_index)
+    if wrong := [i for i in indices if not 0 <= i < len(edits)]:
+        raise BadEdit(f"a row is given edit {wrong[0]}, but there are {len(edits)}, from 0 on")
+    rows = None if edit_index is None and len(edits) == 1 else len(indices)
+    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
+    if changes_by_weight and rows is not None:
+        hooks.append((lm.embed, _check_rows(rows)))
+    for name, changes in changes_by_weight.items():
         module, kind = linear_of(lm, name), name.rpartition(".")[2]
         if module is None:
             raise BadEdit(
@@ -55,58 +57,47 @@ def edited(
             )
         device = weight_of(lm, name).device
         changes = [None if change is None else change.to(device) for change in changes]
-        if everyone and changes[0] is not None:
-            shift = _same_for_all(changes[0], kind)
+        if rows is None and changes[0] is not None:
+            delta = _output_delta(changes[0], kind)
         else:
-            shift = _by_row(changes, torch.tensor(seats, device=device), kind)
-        shifts.append((module, _adding(shift, None if everyone else len(seats))))
-    count = [] if everyone or not shifts else [(lm.embed, _counting(len(seats)))]
-    with hook_io(*count, *shifts):
+            delta = _output_delta_by_row(changes, torch.tensor(indices, device=device), kind)
+        hooks.append((module, _add_to_output(delta, rows)))
+    with hook_io(*hooks):
         yield
 
 
 def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Tensor, Tensor]]:
-    """By weight, the factors A and B of each row's own edit; of ranks that often come again.
+    """For each changed weight A and B of all edits, stacked, for `factors_applied`.
 
-    Nothing where an edit has a change that is too large for that, or of a bias.
+    Empty if an edit has a change of a bias, a dense one, or one of too high a rank.
     """
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, changes in _by_weight(lm, edits).items():
-        small = [c for c in changes if c is None or (isinstance(c, LowRank) and c.rank <= FEW)]
-        if len(small) < len(changes) or linear_of(lm, name) is None:
+    for name, changes in _changes_by_weight(lm, edits).items():
+        thin = _thin(changes)
+        if thin is None or linear_of(lm, name) is None:
             return {}
-        alone = all(change is None or change.rank == 1 for change in small)
+        rank_one = all(change is None or change.rank == 1 for change in thin)
+        A, B = _stack_factors(thin, 1 if rank_one else RANK_MULTIPLE)
         device = weight_of(lm, name).device
-        A, B = _side_by_side(small, 1 if alone else GRAIN)
         found[name] = (A.to(device), B.to(device))
     return found
 
 
 @contextmanager
 def factors_applied(lm: "LM", factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, row i of every batch sees the i-th of the factors (`factors_by_row`)."""
-    shifts: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
+    """Inside, row i of every batch is run with the i-th of the factors (`factors_by_row`)."""
+    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
     for name, (A, B) in factors.items():
         module = linear_of(lm, name)
         assert module is not None
-        shifts.append((module, _adding(_by_factors(A, B), len(A))))
-    with hook_io(*shifts):
+        hooks.append((module, _add_to_output(_factor_delta(A, B), len(A))))
+    with hook_io(*hooks):
         yield
 
 
-def _by_weight(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, list[Change | None]]:
-    """For each weight that an edit changes, every edit's change; they must be for this model."""
-    there = [edit for edit in edits if edit is not None]
-    for edit in there:
-        edit.check(lm)
-    names = dict.fromkeys(name for edit in there for name in edit.changes)
-    return {
-        name: [None if edit is None else edit.changes.get(name) for edit in edits] for name in names
-    }
-
-
 def linear_of(lm: "LM", name: str) -> nn.Module | None:
-    """The linear layer whose weight or bias has that name; None where it belongs to none alone."""
+    """The linear layer that owns the weight or bias of that name; None if no such layer does, or
+    not alone (an embedding that is tied to the head)."""
     weight = weight_of(lm, name)
     owner, _, kind = name.rpartition(".")
     module: Any = lm.model.get_submodule(owner)
@@ -117,31 +108,49 @@ def linear_of(lm: "LM", name: str) -> nn.Module | None:
     return module
 
 
-def _counting(rows: int) -> Callable[[Tensor, Tensor], None]:
-    """Refuse a batch of another size where it enters: OPT's MLP no longer knows its rows."""
+def _changes_by_weight(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, list[Change | None]]:
+    """Weight name → the change of it by each edit."""
+    for edit in edits:
+        if edit is not None:
+            edit.check_model(lm)
+    names = dict.fromkeys(name for edit in edits if edit is not None for name in edit.changes)
+    return {
+        name: [None if edit is None else edit.changes.get(name) for edit in edits] for name in names
+    }
 
-    def count(ids: Tensor, output: Tensor) -> None:
+
+# ---- hooks
+
+
+def _check_rows(rows: int) -> Callable[[Tensor, Tensor], None]:
+    """Refuse a batch of another size where it enters the model: OPT's MLP sees flattened rows."""
+
+    def check(ids: Tensor, output: Tensor) -> None:
         if len(ids) != rows:
             raise BadEdit(f"the batch has shape {tuple(ids.shape)}, but edits for {rows} rows")
 
-    return count
+    return check
 
 
-def _adding(shift: Shift, rows: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """A module's output with the shift added; some families flatten rows and tokens into one."""
+def _add_to_output(delta: OutputDelta, rows: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Add delta(input) to a module's output. Some families flatten rows and tokens: undo that."""
 
     def add(x: Tensor, output: Tensor) -> Tensor:
         if rows is None:
-            return output + shift(x).to(output.dtype)
+            return output + delta(x).to(output.dtype)
         if x.numel() % (rows * x.shape[-1]) or (x.dim() == 3 and len(x) != rows):
             raise BadEdit(f"the batch has shape {tuple(x.shape)}, but edits for {rows} rows")
         by_row = x.reshape(rows, -1, x.shape[-1])
-        return output + shift(by_row).reshape(output.shape).to(output.dtype)
+        return output + delta(by_row).reshape(output.shape).to(output.dtype)
 
     return add
 
 
-def _same_for_all(change: Change, kind: str) -> Shift:
+# ---- ΔW x
+
+
+def _output_delta(change: Change, kind: str) -> OutputDelta:
+    """The same change for all rows."""
     if kind == "bias":
         bias = change.matrix()
         return lambda x: bias
@@ -150,52 +159,61 @@ def _same_for_all(change: Change, kind: str) -> Shift:
     return lambda x: x @ change.matrix().T.to(x.dtype)
 
 
-def _by_row(changes: list[Change | None], rows: Tensor, kind: str) -> Shift:
+def _output_delta_by_row(
+    changes: Sequence[Change | None], edit_index: Int[Tensor, " row"], kind: str
+) -> OutputDelta:
+    """Row i is changed by changes[edit_index[i]]."""
     present = [change for change in changes if change is not None]
     if kind == "bias":
         zero = torch.zeros_like(present[0].matrix())
-        biases = torch.stack([zero if c is None else c.matrix() for c in changes])[rows]
+        biases = torch.stack([zero if c is None else c.matrix() for c in changes])[edit_index]
         return lambda x: biases[:, None].expand(-1, x.shape[1], -1)
-    if all(isinstance(change, LowRank) and change.rank <= FEW for change in present):
-        return _factors_by_row(changes, rows)  # pyright: ignore[reportArgumentType]
-    return _edit_by_edit(changes, rows, present[0].shape[0])
-
-
-def _factors_by_row(changes: "list[LowRank | None]", rows: Tensor) -> Shift:
-    """Every row with its own two thin matrices."""
-    A, B = (x[rows] for x in _side_by_side(changes))
-    return _by_factors(A, B)
-
-
-def _side_by_side(changes: "Sequence[LowRank | None]", grain: int = 1) -> tuple[Tensor, Tensor]:
-    """The factors A and B of all changes, ranks filled up with zeros to a multiple of the grain."""
-    known = next(change for change in changes if change is not None)
-    largest = max(change.rank for change in changes if change is not None)
-    rank = math.ceil(largest / grain) * grain
-    A = known.A.new_zeros(len(changes), rank, known.A.shape[1])
-    B = known.B.new_zeros(len(changes), known.B.shape[0], rank)
-    for i, change in enumerate(changes):
-        if change is not None:
-            A[i, : change.rank], B[i, :, : change.rank] = change.A, change.B
-    return A, B
-
-
-def _by_factors(A: Tensor, B: Tensor) -> Shift:
-    return lambda x: torch.bmm(torch.bmm(x.float(), A.mT), B.mT)
-
-
-def _edit_by_edit(changes: list[Change | None], rows: Tensor, width: int) -> Shift:
-    """Rows of the same edit together, for changes too large to give each row a copy."""
+    thin = _thin(changes)
+    if thin is not None:
+        A, B = _stack_factors(thin)
+        return _factor_delta(A[edit_index], B[edit_index])
+    # A copy for each row would be too large: group the rows by edit.
     groups = [
-        ((rows == i).nonzero()[:, 0], _same_for_all(change, "weight"))
+        ((edit_index == i).nonzero()[:, 0], _output_delta(change, kind))
         for i, change in enumerate(changes)
         if change is not None
     ]
 
-    def shift(x: Tensor) -> Tensor:
-        total = torch.zeros(*x.shape[:-1], width, dtype=torch.float32, device=x.device)
-        for some, part in groups:
-            total[some] = part(x[some]).float()
+    def delta(x: Tensor) -> Tensor:
+        total = x.new_zeros(*x.shape[:-1], present[0].shape[0], dtype=torch.float32)
+        for rows, group_delta in groups:
+            total[rows] = group_delta(x[rows]).float()
         return total
 
-    return shift
+    return delta
+
+
+def _factor_delta(
+    A: Float[Tensor, "row rank key"], B: Float[Tensor, "row value rank"]
+) -> OutputDelta:
+    return lambda x: torch.bmm(torch.bmm(x.float(), A.mT), B.mT)
+
+
+def _thin(changes: Sequence[Change | None]) -> list[LowRank | None] | None:
+    """The same changes if each is of low enough a rank to be copied for each row."""
+    thin = [
+        change
+        for change in changes
+        if change is None or (isinstance(change, LowRank) and change.rank <= MAX_FACTOR_RANK)
+    ]
+    return thin if len(thin) == len(changes) else None
+
+
+def _stack_factors(
+    changes: Sequence[LowRank | None], multiple: int = 1
+) -> tuple[Float[Tensor, "edit rank key"], Float[Tensor, "edit value rank"]]:
+    """A and B of all changes; ranks are padded with zeros to one multiple of `multiple`."""
+    present = [change for change in changes if change is not None]
+    rank = math.ceil(max(change.rank for change in present) / multiple) * multiple
+    value, key = present[0].shape
+    A = present[0].A.new_zeros(len(changes), rank, key)
+    B = present[0].B.new_zeros(len(changes), value, rank)
+    for i, change in enumerate(changes):
+        if change is not None:
+            A[i, : change.rank], B[i, :, : change.rank] = change.A, change.B
+    return A, B
