@@ -33,12 +33,12 @@ from typing import Any
 import torch
 
 from factscope.editing.editor import Editor
-from factscope.editing.hypernet.editor import HypernetEditor, Ke, Mend
+from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.editing.hypernet.gradients import last_layers, target_modules
 from factscope.editing.hypernet.weights import NETWORKS, HypernetWeights, build_network
-from factscope.editing.methods import editor
+from factscope.editing.settings import editor
 from factscope.editing.reference import reference_rome
-from factscope.editing.rome import Rome
+from factscope.editing.settings import Rome
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.stats.second_moment import SecondMoment
@@ -89,7 +89,7 @@ def prepared(args: argparse.Namespace, dtype: str) -> tuple[LM, Rome, list[Fact]
     facts += [replace(facts[0], target=f"Rome{i}") for i in range(1, args.facts)]
     layer = args.layer if args.layer is not None else LAYER.get(args.shape, 5)
     plan = Rome(layer=layer, prefixes=prefixes(lm, args.contexts))
-    steps = replace(plan.search, steps=args.steps, stop=-1e9, clamp=math.inf, weight_decay=0.0)
+    steps = replace(plan.search, steps=args.steps, stop_loss=-1e9, clamp=math.inf, weight_decay=0.0)
     return lm, replace(plan, search=steps, second_moment=moment(lm, layer)), facts
 
 
@@ -138,7 +138,7 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
         rome.each(lm, facts)
 
     first = median(clock, afresh, args.repeat) / len(facts)
-    ready = rome.ready(lm, facts)
+    ready = rome.bind(lm, facts)
     slow = gap = math.nan
     if len(facts) > 1 or args.model:
         written = facts[:1] * args.repeat

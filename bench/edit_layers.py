@@ -23,8 +23,9 @@ from factscope.analysis.estimate import Estimate, estimate
 from factscope.analysis.metrics import SUCCESSES, case_metrics, harmonic_mean
 from factscope.data.readers import read_cases
 from factscope.editing.edit import Edit
-from factscope.editing.methods import editor
-from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.editing.settings import editor
+from factscope.evaluation.cases import score_cases
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
 from factscope.lm.load import load
 from factscope.lm.model import LM
@@ -67,8 +68,8 @@ def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> 
     usable = [edit.to(lm.device) for edit in edits if isinstance(edit, Edit)]
     number = iter(range(len(usable)))
     seats = [next(number) if isinstance(edit, Edit) else None for edit in edits]
-    asking = ScoringOptions(length=0, attributes=False)
-    found = [case_metrics(x) for x in score_cases(lm, cases, usable, seats, asking=asking)]
+    scoring = ScoringOptions(length=0, attributes=False)
+    found = [case_metrics(x) for x in score_cases(lm, cases, usable, seats, scoring=scoring)]
     return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESSES}
 
 
@@ -91,17 +92,22 @@ def checks(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
 def collected(lm: LM, layers: Sequence[int], text: Path, tokens: int, folder: Path) -> None:
     """Second moments of the layers that are not in the folder yet."""
     from factscope.stats.covariance import collect
-    from factscope.stats.second_moment import file_name, save_moment
-    from factscope.stats.text import documents, windows
+    from factscope.stats.second_moment import file_name, save_second_moment
+    from factscope.stats.settings import StatsSettings
+    from factscope.stats.text import documents, token_sequences
 
     missing = [layer for layer in layers if not (folder / file_name(layer)).is_file()]
     if not missing:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for moment in collect(
-        lm, missing, windows(lm, documents(text), 256), tokens=tokens, corpus=text.name
+        lm,
+        missing,
+        token_sequences(lm, documents(text), 256),
+        StatsSettings(tokens=tokens),
+        corpus=text.name,
     ):
-        save_moment(moment, folder / file_name(moment.layer))
+        save_second_moment(moment, folder / file_name(moment.layer))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ import torch
 from edit import SUBJECTS, prepared
 from factscope.data.readers import everyday_cases
 from factscope.editing.reference import reference_rome
-from factscope.evaluation.cases import ScoringOptions
+from factscope.evaluation.settings import ScoringOptions
 from factscope.evaluation.protocols import Evaluation
 from factscope.facts import Case, Fact
 from factscope.lm.generate import sample_texts, uniform_draws
@@ -53,20 +53,20 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def reference(lm: LM, ready: Any, case: Case, asking: ScoringOptions) -> None:
+def reference(lm: LM, ready: Any, case: Case, scoring: ScoringOptions) -> None:
     """One case by the plain procedure."""
-    plainly(lm, case, asking)
+    plainly(lm, case, scoring)
     change = reference_rome(ready, case.fact).change
     weight = lm.mlp_weight(ready.layer)
     kept = weight.clone()
     with torch.no_grad():
         weight += change.to(weight)
-        plainly(lm, case, asking)
+        plainly(lm, case, scoring)
         weight.copy_(kept)
 
 
 @torch.no_grad()
-def plainly(lm: LM, case: Case, asking: ScoringOptions) -> None:
+def plainly(lm: LM, case: Case, scoring: ScoringOptions) -> None:
     """The prompts in one padded batch with all logits, then the texts."""
     texts = [case.fact.text, *case.paraphrases, *case.neighbours, *case.attributes]
     rows: list[list[int]] = []
@@ -77,17 +77,17 @@ def plainly(lm: LM, case: Case, asking: ScoringOptions) -> None:
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=lm.device)
     lm.model(ids, use_cache=False).logits.float().log_softmax(-1).sum().item()
-    if asking.length:
+    if scoring.length:
         coded = [encode(lm, text).ids for text in case.generations]
-        draws = uniform_draws(list(map(str, range(len(coded)))), asking.length, asking.seed)
-        sample_texts(lm, coded, draws, k=asking.k, steady=False)
+        draws = uniform_draws(list(map(str, range(len(coded)))), scoring.length, scoring.seed)
+        sample_texts(lm, coded, draws, k=scoring.top_k, steady=False)
 
 
 def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     """A row of the table."""
     lm, rome, _ = prepared(argparse.Namespace(**{**vars(args), "facts": 1}), dtype)
-    cases, asking = cases_of(args), ScoringOptions(length=args.length)
-    evaluation = Evaluation(lm=lm, editor=rome, data="bench", method="rome", asking=asking)
+    cases, scoring = cases_of(args), ScoringOptions(length=args.length)
+    evaluation = Evaluation(lm=lm, editor=rome, data="bench", method="rome", scoring=scoring)
 
     def ours() -> None:
         records = evaluation.single(cases, evaluation.unedited(cases))
@@ -99,11 +99,11 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     fast = statistics.median(clock(ours) for _ in range(args.repeat)) / len(cases)
     slow = float("nan")
     if args.reference_cases:
-        ready = rome.ready(lm, [cases[0].fact])
+        ready = rome.bind(lm, [cases[0].fact])
         if args.warm_up:
-            reference(lm, ready, cases[0], asking)
+            reference(lm, ready, cases[0], scoring)
         some = [
-            clock(lambda case=case: reference(lm, ready, case, asking))
+            clock(lambda case=case: reference(lm, ready, case, scoring))
             for case in cases[: args.reference_cases]
         ]
         slow = statistics.mean(some)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factscope import Fact, load
-from factscope.editing.rome import Rome
+from factscope.editing.settings import Rome
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case
 from factscope.lm.generate import generate_greedy

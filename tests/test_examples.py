@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from factscope.editing.value_search import ValueSearch
+from factscope.editing.settings import ValueSearch
 from factscope.tracing.settings import Corruption, Tracing
 
 from families import LAYERS, tiny_model

@@ -8,18 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from factscope.analysis.metrics import summaries
+    from factscope.analysis.metrics import summarize
     from factscope.data.readers import read_cases
     from factscope.editing.applied import applied_edits
     from factscope.editing.edit import Edit
-    from factscope.editing.finetune import FineTune
-    from factscope.editing.hypernet.editor import Ke, Mend
     from factscope.editing.hypernet.train import Training
-    from factscope.editing.knowledge_neurons import KN
-    from factscope.editing.memit import Memit
-    from factscope.editing.methods import editor
     from factscope.editing.per_row import edited
-    from factscope.editing.rome import Rome
+    from factscope.editing.settings import KN, FineTune, Ke, Memit, Mend, Rome, editor
     from factscope.errors import FactscopeError
     from factscope.evaluation.protocols import Evaluation
     from factscope.facts import Case, Fact
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
         CaseRecord,
         TraceRecord,
         read_case_records,
-        read_records,
+        read_trace_records,
         write_records,
     )
     from factscope.runs.train import FromCases, FromText, TrainRun
@@ -69,24 +64,19 @@ __all__ = [
     "load",
     "read_case_records",
     "read_cases",
-    "read_records",
-    "summaries",
+    "read_trace_records",
+    "summarize",
     "trace",
     "trace_many",
     "write_records",
 ]
 
 _HOMES = {
-    "factscope.analysis.metrics": ("summaries",),
+    "factscope.analysis.metrics": ("summarize",),
     "factscope.data.readers": ("read_cases",),
     "factscope.editing.edit": ("Edit",),
-    "factscope.editing.finetune": ("FineTune",),
-    "factscope.editing.knowledge_neurons": ("KN",),
-    "factscope.editing.hypernet.editor": ("Ke", "Mend"),
-    "factscope.editing.applied": ("edits_in",),
-    "factscope.editing.memit": ("Memit",),
-    "factscope.editing.methods": ("editor",),
-    "factscope.editing.rome": ("Rome",),
+    "factscope.editing.applied": ("applied_edits",),
+    "factscope.editing.settings": ("KN", "FineTune", "Ke", "Memit", "Mend", "Rome", "editor"),
     "factscope.editing.per_row": ("edited",),
     "factscope.errors": ("FactscopeError",),
     "factscope.evaluation.protocols": ("Evaluation",),
@@ -98,7 +88,7 @@ _HOMES = {
         "CaseRecord",
         "TraceRecord",
         "read_case_records",
-        "read_records",
+        "read_trace_records",
         "write_records",
     ),
     "factscope.runs.train": ("FromCases", "FromText", "TrainRun"),

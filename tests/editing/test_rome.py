@@ -11,12 +11,14 @@ from factscope.editing.closed_form import insert
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
-from factscope.editing.rome import PAPER, R_ROME, BoundRome, Rome
+from factscope.editing.rome import BoundRome
+from factscope.editing.settings import PAPER_ROME, R_ROME, Rome
 from factscope.editing.value_search import ValueResult
 from factscope.errors import BadFact, BadSetting, BadStats, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
+from factscope.progress import no_progress
 from factscope.stats.second_moment import SecondMoment
 
 from editing_facts import FACTS, FEW, PREFIXES, text_lm
@@ -26,9 +28,9 @@ from tokenizers_ import STYLES
 DEFAULT = Rome()
 
 
-AS_CODED = replace(FEW, kl_position="place", weight_decay_form="paper")
+AS_CODED = replace(FEW, kl_position="edit-token", weight_decay_form="paper")
 SETTINGS: dict[str, dict[str, Any]] = {
-    "paper": {"base": PAPER, "search": AS_CODED},
+    "paper": {"base": PAPER_ROME, "search": AS_CODED},
     "r-rome": {"base": R_ROME, "search": AS_CODED},
     "layer 1": {"layer": 1},
     "layer 2": {"layer": 2, "token": "last"},
@@ -38,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefixes": {"prefixes": ()},
     "bare value": {"value": "bare"},
     "clamp": {"search": replace(FEW, clamp=0.3)},
-    "stop": {"search": replace(FEW, stop=5.0, steps=12)},
+    "stop": {"search": replace(FEW, stop_loss=5.0, steps=12)},
     "one step": {"search": replace(FEW, steps=1)},
     "kl_weight": {"search": replace(FEW, kl_weight=1.0)},
 }
@@ -57,12 +59,12 @@ def moment_of(lm: LM, layer: int) -> SecondMoment:
 def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> BoundRome:
     """ROME with few steps on a tiny model's middle layer."""
     given = {"layer": 0, "prefixes": PREFIXES, "second_moment": moment_of(lm, 0), "search": FEW}
-    return replace(base, **{**given, **settings}).ready(lm, FACTS)
+    return replace(base, **{**given, **settings}).bind(lm, FACTS)
 
 
-def sought_on(ready: BoundRome, facts: list[Fact]) -> list[ValueResult]:
+def values_on(bound: BoundRome, facts: list[Fact]) -> list[ValueResult]:
     """The values of facts that all can be written."""
-    return raise_first_error(ready.sought(facts, lambda share: None))
+    return raise_first_error(bound.find_values(facts, no_progress))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> bool:
@@ -72,10 +74,10 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) ->
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_fast_search_equals_the_plain_one(family: str) -> None:
-    ready = rome_on(text_lm(family))
+    bound = rome_on(text_lm(family))
     for fact in FACTS:
-        edit, _ = ready.edit(sought_on(ready, [fact]))
-        plain = reference_rome(ready, fact)
+        edit, _ = bound.insert(values_on(bound, [fact]))
+        plain = reference_rome(bound, fact)
         (change,) = edit.changes.values()
         assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
         assert plain.losses[-1] < plain.losses[0]
@@ -87,10 +89,10 @@ def test_the_fast_search_equals_the_plain_one(family: str) -> None:
 def test_every_setting_means_the_same_to_both(family: str, settings: dict[str, Any]) -> None:
     lm = text_lm(family)
     layer = settings.get("layer", 0)
-    ready = rome_on(lm, **{"second_moment": moment_of(lm, layer), **settings})
+    bound = rome_on(lm, **{"second_moment": moment_of(lm, layer), **settings})
     for fact in FACTS:
-        edit, _ = ready.edit(sought_on(ready, [fact]))
-        plain = reference_rome(ready, fact)
+        edit, _ = bound.insert(values_on(bound, [fact]))
+        plain = reference_rome(bound, fact)
         (change,) = edit.changes.values()
         assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
         assert close(change.matrix(), plain.change) or plain.change.norm() < 1e-6
@@ -100,9 +102,9 @@ def test_every_setting_means_the_same_to_both(family: str, settings: dict[str, A
 def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
     """Also where some are done earlier than others."""
     lm = text_lm(family)
-    unstopped = rome_on(lm).rome.each(lm, FACTS)
+    unstopped = rome_on(lm).settings.each(lm, FACTS)
     stop = sorted(edit.settings["losses"][0][3] for edit in unstopped)[0] + 1e-3
-    rome = rome_on(lm, search=replace(FEW, stop=stop)).rome
+    rome = rome_on(lm, search=replace(FEW, stop_loss=stop)).settings
     together = replace(rome, facts_per_pass=3).each(lm, FACTS)
     assert len({len(edit.settings["losses"][0]) for edit in together}) > 1
     for fact, edit in zip(FACTS, together, strict=True):
@@ -115,9 +117,9 @@ def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
 def test_the_written_key_gives_the_wanted_value(lm: LM) -> None:
     """Ŵ k* = v*, whatever the family."""
     text = text_lm(lm.name.removeprefix("tiny "))
-    ready = rome_on(text)
-    sought = sought_on(ready, FACTS[:1])
-    edit, _ = ready.edit(sought)
+    bound = rome_on(text)
+    sought = values_on(bound, FACTS[:1])
+    edit, _ = bound.insert(sought)
     k_star = sought[0].keys.mean(0)
     bias = getattr(text.mlp_out(0), "bias", None)
     with edit.applied(text):
@@ -153,9 +155,9 @@ def test_no_other_change_with_that_property_is_smaller_in_the_norm_of_C() -> Non
 
 def test_several_facts_jointly_are_all_written() -> None:
     lm = text_lm("llama")
-    ready = rome_on(lm)
-    sought = sought_on(ready, FACTS)
-    edit, _ = ready.edit(sought)
+    bound = rome_on(lm)
+    sought = values_on(bound, FACTS)
+    edit, _ = bound.insert(sought)
     (change,) = edit.changes.values()
     assert isinstance(change, LowRank)
     assert change.rank == 3
@@ -166,12 +168,12 @@ def test_several_facts_jointly_are_all_written() -> None:
 
 def test_in_turn_each_fact_sees_those_before_it() -> None:
     lm = text_lm("gpt2")
-    rome = rome_on(lm, many="in turn").rome
+    rome = rome_on(lm, many="sequentially").settings
     whole = rome(lm, FACTS[:2])
     first = rome(lm, FACTS[:1])
     with first.applied(lm, force=True):
-        ready = rome.ready(lm, FACTS)
-        second, _ = ready.edit(sought_on(ready, FACTS[1:2]))
+        bound = rome.bind(lm, FACTS)
+        second, _ = bound.insert(values_on(bound, FACTS[1:2]))
     (together,), (one,), (two,) = (e.changes.values() for e in (whole, first, second))
     assert close(together.matrix(), one.matrix() + two.matrix())
     assert whole.facts == tuple(FACTS[:2])
@@ -191,10 +193,10 @@ def test_any_tokenizer(style: str) -> None:
 def test_prefixes_follow_the_seed() -> None:
     lm = text_lm("gpt2")
     rome = Rome(layer=1, second_moment=moment_of(lm, 1), prefix_lengths=((3, 2), (6, 1)))
-    texts = [replace(rome, seed=seed).ready(lm, FACTS).prefixes for seed in (0, 0, 1)]
+    texts = [replace(rome, seed=seed).bind(lm, FACTS).prefixes for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 3
-    paper = replace(rome, prefix_bos_counts=True).ready(lm, FACTS).prefixes
+    paper = replace(rome, prefix_bos_counts=True).bind(lm, FACTS).prefixes
     assert len(paper[0]) < len(texts[0][0]) + 20
     assert paper != texts[0]
 
@@ -210,7 +212,7 @@ def test_the_layer_can_come_from_a_trace() -> None:
 
 def test_guard_rails_are_measured() -> None:
     lm = text_lm("gpt2")
-    edit = rome_on(lm).rome(lm, FACTS[:1])
+    edit = rome_on(lm).settings(lm, FACTS[:1])
     assert edit.checks is not None
     (name,), (change,) = edit.changes.keys(), edit.changes.values()
     weight = lm.model.get_parameter(name)
@@ -227,7 +229,7 @@ def test_guard_rails_are_measured() -> None:
     [
         ({}, [], BadFact, "no fact"),
         ({}, [replace(FACTS[0], target=" ")], BadFact, "empty"),
-        ({"layer": 3}, FACTS[:1], BadSetting, "3 layers, 0 to 2"),
+        ({"layer": 3}, FACTS[:1], BadSetting, "layer is 3; .* has layers 0 to 2"),
         ({"layer": 0}, FACTS[:1], BadStats, "layer 1"),
         ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], DidNotConverge, "by step"),
     ],
@@ -243,16 +245,16 @@ def test_what_cannot_be_done_is_named(
 
 def test_a_loss_that_is_no_number_is_named() -> None:
     lm = text_lm("gpt2")
-    ready = rome_on(lm)
+    bound = rome_on(lm)
     with torch.no_grad():
         lm.model.get_parameter("transformer.ln_f.weight")[0] = float("nan")
-    with pytest.raises(DidNotConverge, match="no number"):
-        sought_on(ready, FACTS[:1])
+    with pytest.raises(DidNotConverge, match="not finite|no number"):
+        values_on(bound, FACTS[:1])
 
 
 def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
     lm = text_lm("gpt2")
-    rome = rome_on(lm).rome
+    rome = rome_on(lm).settings
     results = rome.attempt(lm, [replace(FACTS[0], target=""), FACTS[1], FACTS[2]])
     assert [type(result).__name__ for result in results] == ["BadFact", "Edit", "Edit"]
     wanted = rome.each(lm, FACTS[1:])
@@ -266,7 +268,7 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
 def test_progress_adds_up_to_one() -> None:
     lm = text_lm("gpt2")
     shares: list[float] = []
-    rome_on(lm).rome.each(lm, FACTS, progress=shares.append)
+    rome_on(lm).settings.each(lm, FACTS, progress=shares.append)
     assert sum(shares) == pytest.approx(1)
     assert len(shares) > 3
 
@@ -279,6 +281,6 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
     edit = Rome()(default_model, [fact])
     asked = ["The Eiffel Tower is located in the city of", "The Louvre is located in the city of"]
     after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
-    assert after[0].first > 0.9
+    assert after[0].first_probability > 0.9
     assert after[1].top == " Paris"
     assert family_of(default_model.model) is default_model.family

@@ -1,6 +1,6 @@
 """Facts to write, and quick settings of the value search."""
 
-from factscope.editing.value_search import ValueSearch
+from factscope.editing.settings import ValueSearch
 from factscope.facts import Fact
 from factscope.lm.model import LM
 

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from factscope.editing.contexts import edit_request
-from factscope.editing.hypernet.editor import HypernetEditor, Ke, Mend
+from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.editing.hypernet.gradients import (
     SplitModel,
     TokenBatch,
     gradient_factors,
     target_modules,
-    token_row,
 )
 from factscope.editing.hypernet.model import Hypernetwork
 from factscope.editing.hypernet.weights import (
@@ -66,4 +65,4 @@ def weights_of(lm: LM, network: Hypernetwork, **trained: Any) -> HypernetWeights
 
 
 def lines_of(lm: LM, facts: Sequence[Fact]) -> TokenBatch:
-    return TokenBatch.of([token_row(edit_request(lm, fact)) for fact in facts], lm.device)
+    return TokenBatch.of([edit_request(lm, fact).rows[0] for fact in facts], lm.device)

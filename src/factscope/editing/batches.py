@@ -1,4 +1,4 @@
-"""Many facts in batches: as many at once as memory allows, fewer where it ran out."""
+"""Process many facts in batches: as many at once as fit into memory, fewer when memory runs out."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ __all__ = ["retry_smaller", "run_in_batches", "solve_in_batches"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-MOST = 64
-"""How many facts a GPU takes at once at most: beyond that it is full anyway."""
+MAX_FACTS = 64
+"""Facts per batch at most: more do not make a GPU faster."""
 
 
 def solve_in_batches(
@@ -32,12 +32,15 @@ def solve_in_batches(
     facts_per_pass: int | None,
     progress: Progress,
 ) -> list[T]:
-    """Solve every request, those of like length together; results in the order of the requests."""
-    order = sorted(range(len(requests)), key=lambda i: _slots(requests[i]))
-    size = facts_per_pass or _even(len(requests), _at_once(lm, requests, layer))
+    """Solve requests of similar length together; results in the order of the requests."""
+    order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
+    size = facts_per_pass
+    if size is None:  # the fewest batches, of nearly equal size
+        batches = math.ceil(len(requests) / _facts_that_fit(lm, requests, layer))
+        size = math.ceil(len(requests) / batches)
     results = run_in_batches([requests[i] for i in order], size, solve, progress)
-    by_number = dict(zip(order, results, strict=True))
-    return [by_number[i] for i in range(len(requests))]
+    by_index = dict(zip(order, results, strict=True))
+    return [by_index[i] for i in range(len(requests))]
 
 
 def run_in_batches(
@@ -46,23 +49,23 @@ def run_in_batches(
     solve: Callable[[Sequence[S], Progress], Sequence[T]],
     progress: Progress,
 ) -> list[T]:
-    """Solve in batches of a size, halved whenever memory runs out."""
+    """Solve items in batches of a size that is halved whenever memory runs out."""
     results: list[T] = []
     nested = NestedProgress(progress)
 
     def solve_next(size: int) -> Sequence[T]:
         begin = len(results)
-        some = items[begin : begin + size]
-        return solve(some, nested.within(begin / len(items), len(some) / len(items)))
+        batch = items[begin : begin + size]
+        return solve(batch, nested.within(begin / len(items), len(batch) / len(items)))
 
     while len(results) < len(items):
-        more, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
-        results += more
+        solved, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
+        results += solved
     return results
 
 
 def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
-    """What solving at a size gives, halved until memory suffices; and the size that did."""
+    """Call `solve` with a size that is halved until memory suffices; also returns that size."""
     while True:
         try:
             return solve(size), size
@@ -72,34 +75,31 @@ def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
             if size == 1:
                 reason = str(error).partition("\n")[0]
                 raise OutOfMemory(
-                    f"not even one fact at a time fits into memory ({reason}); take fewer or "
+                    f"not even one fact at a time fits into memory ({reason}); use fewer or "
                     "shorter texts, a higher layer, dtype bfloat16 or a larger device"
                 ) from error
-        # Only here, past the error, is what the failed attempt held free.
+        # Only after the except block is the memory of the failed attempt free.
         torch.cuda.empty_cache()
         size //= 2
 
 
-def _even(items: int, most: int) -> int:
-    """The size of as few batches as can be, all nearly of one size."""
-    return math.ceil(items / math.ceil(items / most))
+def _suffix_length(request: EditRequest) -> int:
+    """Tokens of the longest row from the edit position on."""
+    return max(len(row.ids) - row.edit_position for row in request.rows)
 
 
-def _slots(request: EditRequest) -> int:
-    """The longest row from the fact's token on."""
-    return max(len(row.ids) - row.place for row in request.rows)
-
-
-def _at_once(lm: "LM", requests: Sequence[EditRequest], layer: int) -> int:
-    """How many facts fit: what the layers above keep for the gradient, and the logits."""
+def _facts_that_fit(lm: "LM", requests: Sequence[EditRequest], layer: int) -> int:
+    """How many facts of the largest size fit: activations for the gradient, caches and logits."""
     if lm.device.type == "cpu":
-        return 1  # one fact fills it
+        return 1  # larger batches are not faster
     keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
     item = lm.dtype.itemsize
-    largest = max(requests, key=lambda r: _slots(r) * len(r.rows))
-    slots = _slots(largest) * (len(largest.rows) + 1)
-    tokens = max(len(row.ids) for row in largest.rows) * (len(largest.rows) + 1)
-    kept = slots * (lm.n_layers - layer) * (10 * lm.width + 3 * keys) * item
-    run = tokens * lm.n_layers * 2 * lm.width * item
+    largest = max(requests, key=lambda r: _suffix_length(r) * len(r.rows))
+    rows = len(largest.rows) + 1  # and the row of the KL term
+    suffixes = _suffix_length(largest) * rows
+    tokens = max(len(row.ids) for row in largest.rows) * rows
+    activations = suffixes * (lm.n_layers - layer) * (10 * lm.width + 3 * keys) * item
+    caches = tokens * lm.n_layers * 2 * lm.width * item
     logits = 4 * 4 * len(largest.rows) * len(largest.target) * vocabulary
-    return max(1, min(MOST, Budget.of(lm, None).bytes // (kept + run + logits)))
+    fit = Budget.of(lm, None).bytes // (activations + caches + logits)
+    return max(1, min(MAX_FACTS, fit))

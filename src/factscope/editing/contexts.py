@@ -1,24 +1,26 @@
-"""A fact to be written, as rows of tokens: the prompt after each prefix, with the new object.
+"""Token rows of a fact: its prompt after each context prefix, followed by the new object.
 
-prefix. The Space Needle is in downtown Paris
-                      ▲ place         ▲ reads: the token before each token of the object
+    prefix. The Space Needle is in downtown Paris
+                          ▲ edit position ▲ target positions: the token before each target token
 
-Prefixes: texts put before a fact's prompt, so that its key and value hold in any context.
-
-The model writes them itself (paper §3.1, App. E.5): so many of this length, so many of that.
+Prefixes are short texts that the model generates itself (paper §3.1, App. E.5). With them the key
+and value of a fact do not depend on one context.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from factscope.editing.settings import EditToken, PrefixLengths, PrefixSettings
 from factscope.errors import BadFact, BadSetting, FactscopeError
-from factscope.facts import PLACE, Fact
+from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
 from factscope.lm.tokens import continuation_ids, encode_fact
 
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextRow",
     "EditRequest",
-    "EditToken",
-    "PrefixLengths",
+    "TokenRow",
     "context_row",
     "edit_position",
     "edit_request",
@@ -38,169 +39,181 @@ __all__ = [
     "kl_row",
     "pad_rows",
     "parse_lengths",
-    "prefixes_for",
     "read_prefixes",
+    "resolve_prefixes",
+    "target_ids",
     "with_prefixes",
 ]
 
-EditToken = Literal["subject-last", "subject-first", "after-subject", "last"]
-"""The token at which a fact is written: where its key is read and its value set."""
-
-ESSENCE = "{} is a"
-"""What must still be said of the subject (the paper's essence prompt)."""
+KL_PROMPT = "{} is a"
+"""Prompt of the KL term: what the model says here about the subject must not change."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextRow:
-    """A row of tokens."""
+@dataclass(frozen=True)
+class TokenRow:
+    """Token ids, and what the model should predict at some of their positions."""
 
     ids: tuple[int, ...]
-    place: int
-    """The token at which the fact is written."""
-    reads: tuple[int, ...]
-    """The tokens at which the loss reads what comes next."""
+    positions: tuple[int, ...]
+    """Positions at which the next token is predicted."""
+    labels: tuple[int, ...]
+    """The token that should follow each position."""
+
+
+@dataclass(frozen=True)
+class ContextRow(TokenRow):
+    """The prompt of a fact in one context."""
+
+    edit_position: int
+    """Position at which the fact is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditRequest:
-    """A fact to be written, ready for the model."""
+    """A fact to write, tokenized."""
 
     fact: Fact
     target: tuple[int, ...]
-    """The new object's tokens."""
+    """Tokens of the new object."""
     rows: tuple[ContextRow, ...]
-    """The fact's prompt with the new object, after each prefix; the bare prompt first."""
+    """The bare prompt with the new object, then the same after each prefix."""
 
 
 def edit_request(
     lm: "LM", fact: Fact, prefixes: Sequence[str] = (), token: EditToken = "subject-last"
 ) -> EditRequest:
-    """The rows in which a fact's new object is taught."""
+    """Tokenize a fact in all contexts."""
     target = target_ids(lm, fact)
     rows = tuple(context_row(lm, f, target, token) for f in with_prefixes(fact, prefixes))
     return EditRequest(fact=fact, target=target, rows=rows)
 
 
-def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:
-    """The bare fact, and the same after each prefix."""
-    bare = replace(fact, target=None)
-    return [bare, *(replace(bare, prompt=_no_places(x) + bare.prompt) for x in prefixes)]
-
-
 def edit_requests(
     lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str] = (), token: EditToken = "subject-last"
 ) -> list[EditRequest | FactscopeError]:
-    """The rows of every fact, or what is wrong with it."""
-    asked: list[EditRequest | FactscopeError] = []
+    """Tokenize every fact, or return what is wrong with it."""
+    requests: list[EditRequest | FactscopeError] = []
     for fact in facts:
         try:
-            asked.append(edit_request(lm, fact, prefixes, token))
+            requests.append(edit_request(lm, fact, prefixes, token))
         except BadFact as error:
-            asked.append(error)
-    return asked
+            requests.append(error)
+    return requests
+
+
+def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:
+    """The fact without target: its bare prompt, then the prompt after each prefix."""
+    bare = replace(fact, target=None)
+    # A prefix must not bring a second slot for the subject.
+    texts = [prefix.replace(SUBJECT_SLOT, "") for prefix in prefixes]
+    return [bare, *(replace(bare, prompt=text + bare.prompt) for text in texts)]
 
 
 def target_ids(lm: "LM", fact: Fact) -> tuple[int, ...]:
-    """The tokens of the fact's new object, as they continue its prompt."""
+    """The tokens of the new object as a continuation of the prompt."""
     if fact.target is None or not fact.target.strip():
-        raise BadFact(f"the new object for {fact.text!r} is empty; say what it shall be")
+        raise BadFact(f"the new object of {fact.text!r} is empty; give a target")
     prompt, _ = encode_fact(lm, fact)
     return continuation_ids(lm, prompt, fact.text, fact.target.strip())
 
 
 def context_row(lm: "LM", fact: Fact, target: Sequence[int], token: EditToken) -> ContextRow:
-    """One row: the fact's prompt and all of the object but its last token."""
+    """The prompt and all target tokens but the last, which nothing follows."""
     prompt, subject = encode_fact(lm, fact)
     end = len(prompt) - 1
-    ids = (*prompt.ids, *target[:-1])
-    place = edit_position(token, subject, end)
-    return ContextRow(ids=ids, place=place, reads=tuple(range(end, end + len(target))))
+    return ContextRow(
+        ids=(*prompt.ids, *target[:-1]),
+        positions=tuple(range(end, end + len(target))),
+        labels=tuple(target),
+        edit_position=edit_position(token, subject, end),
+    )
 
 
-def kl_row(lm: "LM", fact: Fact, token: EditToken, *, at_place: bool) -> ContextRow:
-    """The essence prompt, read at its end or, as in the paper's code, where the fact is written."""
-    prompt, subject = encode_fact(lm, replace(fact, prompt=ESSENCE, target=None))
+def kl_row(lm: "LM", fact: Fact, token: EditToken, *, at_edit_token: bool) -> ContextRow:
+    """The prompt of the KL term, read at its end or, as in the paper's code, at the edit token."""
+    prompt, subject = encode_fact(lm, replace(fact, prompt=KL_PROMPT, target=None))
     end = len(prompt) - 1
-    place = edit_position(token, subject, end)
-    return ContextRow(ids=prompt.ids, place=place, reads=(place if at_place else end,))
+    edited = edit_position(token, subject, end)
+    return ContextRow(
+        ids=prompt.ids,
+        positions=(edited if at_edit_token else end,),
+        labels=(),
+        edit_position=edited,
+    )
 
 
 def edit_position(token: EditToken, subject: tuple[int, int], end: int) -> int:
-    """The token that a fact is written at, given the subject's tokens and the prompt's last."""
-    places = {
+    """The position of the edit token, given the subject's span and the prompt's last position."""
+    return {
         "subject-last": subject[1] - 1,
         "subject-first": subject[0],
         "after-subject": min(subject[1], end),
         "last": end,
-    }
-    if token not in places:
-        raise BadSetting(f"no token {token!r}; choose one of {', '.join(get_args(EditToken))}")
-    return places[token]
+    }[token]
 
 
 def pad_rows(
-    rows: Sequence[ContextRow], device: torch.device, length: int | None = None
+    rows: Sequence[TokenRow], device: torch.device, length: int = 0
 ) -> Int[Tensor, "row token"]:
-    """The rows' ids, filled up on the right with zeros, which nothing looks at.
+    """The rows' ids, padded on the right to the longest row, or to `length` if that is longer.
 
-    All become as long as the longest, or longer if a length says so.
+    The padding is 0: no real token attends to it.
     """
-    length = length or max(len(row.ids) for row in rows)
-    filled = [[*row.ids, *[0] * (length - len(row.ids))] for row in rows]
-    return torch.tensor(filled, device=device)
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
+    return pad(ids, (0, max(0, length - ids.shape[1]))).to(device)
 
 
-def _no_places(prefix: str) -> str:
-    """A prefix cannot bring a second place for the subject."""
-    return prefix.replace(PLACE, "")
+# ---- prefixes
 
-
-PrefixLengths = tuple[tuple[int, int], ...]
-"""(tokens, how many) for each group of prefixes."""
-
-AMONG = 5
-"""Prefixes are drawn from the five likeliest tokens at each step."""
+TOP_K = 5
+"""Prefixes are sampled from the five most likely tokens at each step."""
 JOIN = ". "
-"""What stands between a prefix and the prompt."""
+"""Separates a prefix from the prompt."""
 
 
 def generate_prefixes(
     lm: "LM", lengths: PrefixLengths, seed: int, *, bos_counts: bool = False
 ) -> tuple[str, ...]:
-    """Texts that the model writes from nothing, each ready to stand before a prompt."""
-    choose = top_k_choice(AMONG, seed)
-    written: list[str] = []
+    """Texts that the model generates from an empty context, each ready to precede a prompt."""
+    choose = top_k_choice(TOP_K, seed)
+    special = (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id)
+    start = next((token for token in special if token is not None), 0)
+    texts: list[str] = []
     for tokens, count in lengths:
         new = tokens - 1 if bos_counts else tokens
-        rows = generate_ids(lm, [[_first(lm)]] * count, new, choose, stop=False)
-        written += [_plain(lm.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
-    return tuple(text + JOIN for text in written)
+        rows = generate_ids(lm, [[start]] * count, new, choose, stop=False)
+        texts += [lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+    # Braces would look like a slot for the subject.
+    plain = str.maketrans("", "", "{}")
+    return tuple(text.replace("\n\n", " ").translate(plain) + JOIN for text in texts)
 
 
-def prefixes_for(
-    lm: "LM",
-    given: tuple[str, ...] | None,
-    lengths: PrefixLengths,
-    seed: int,
-    *,
-    bos_counts: bool,
-) -> tuple[str, ...]:
-    """The given prefixes, or those that the model writes."""
-    return generate_prefixes(lm, lengths, seed, bos_counts=bos_counts) if given is None else given
+def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:
+    """The given prefixes, or generated ones."""
+    if settings.prefixes is not None:
+        return settings.prefixes
+    return generate_prefixes(
+        lm, settings.prefix_lengths, settings.seed, bos_counts=settings.prefix_bos_counts
+    )
 
 
 def read_prefixes(path: Path) -> tuple[str, ...]:
-    """Prefixes from a file, one a line: a text, or a template with {} where the prompt goes."""
+    """Prefixes from a file, one per line: a text, or a template with {} where the prompt goes."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"cannot read the prefixes in {path}: {error}") from error
-    prefixes = [line.split(PLACE)[0] if PLACE in line else line + JOIN for line in lines if line]
-    return tuple(prefix for prefix in prefixes if prefix.strip())  # "{}" alone is always there
+    prefixes = [
+        line.split(SUBJECT_SLOT)[0] if SUBJECT_SLOT in line else line + JOIN
+        for line in lines
+        if line
+    ]
+    # "{}" alone is the bare prompt, which is always among the contexts.
+    return tuple(prefix for prefix in prefixes if prefix.strip())
 
 
 def parse_lengths(text: str) -> PrefixLengths:
-    """Lengths as people write them: "5x10,10x10" is ten of 5 tokens and ten of 10; "none"."""
+    """Prefix lengths from text: "5x10,10x10" is ten of 5 tokens and ten of 10; or "none"."""
     if text.strip() in ("", "none"):
         return ()
     groups = [part.strip().partition("x") for part in text.split(",")]
@@ -209,17 +222,7 @@ def parse_lengths(text: str) -> PrefixLengths:
     except ValueError:
         lengths = ((0, 0),)
     if min(min(group) for group in lengths) < 1:
-        raise BadSetting(f"the prefixes {text!r} are not TOKENSxCOUNT, such as 5x10,10x10 or none")
+        raise BadSetting(
+            f"prefix lengths are {text!r}; give TOKENSxCOUNT, such as 5x10,10x10, or none"
+        )
     return lengths
-
-
-def _first(lm: "LM") -> int:
-    """The token that a text begins with; where a family has none, the one that ends texts."""
-    known = (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id)
-    return next((token for token in known if token is not None), 0)
-
-
-def _plain(text: str) -> str:
-    """Without blank lines, and without braces, which would look like a place for the subject."""
-    text = text.replace("\n\n", " ")
-    return "".join(character for character in text if character not in "{}")

@@ -1,56 +1,84 @@
-"""Editor: facts → an Edit that writes them."""
+"""Editor: a method with its settings. Called with a model and facts, it returns an Edit."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from factscope.editing.edit import Edit
-from factscope.errors import FactscopeError
+from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
-from factscope.progress import Progress
+from factscope.progress import Progress, no_progress
 
 if TYPE_CHECKING:
+    from factscope.editing.edit import Edit
     from factscope.lm.model import LM
 
-__all__ = ["Editor", "map_valid", "raise_first_error"]
+__all__ = ["BoundEditor", "Editor", "map_valid", "raise_first_error"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-@runtime_checkable
-class Editor(Protocol):
-    """A method with its settings: a frozen dataclass that can be called."""
+class BoundEditor(ABC):
+    """A method bound to a model, every default resolved."""
+
+    @abstractmethod
+    def edit(self, facts: Sequence[Fact], progress: Progress) -> "Edit":
+        """One edit for all facts."""
+
+    @abstractmethod
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> "list[Edit | FactscopeError]":
+        """An edit for each fact on its own, or the error of a fact that cannot be edited."""
+
+
+class Editor(ABC):
+    """The settings of a method: a frozen dataclass that can be called.
+
+    Importing an editor needs no torch; `bind` imports the method's algorithm.
+    """
+
+    @property
+    @abstractmethod
+    def method(self) -> str:
+        """Name of the method in edits, records and tables."""
+
+    @abstractmethod
+    def bind(self, lm: "LM", facts: Sequence[Fact]) -> BoundEditor:
+        """The method on this model, every default resolved (the facts may choose the layer)."""
+
+    @abstractmethod
+    def resolve(self, lm: "LM") -> "Editor":
+        """The same settings with defaults that depend on the model filled in.
+
+        The resolved editor computes the same also after edits were applied to the model.
+        """
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values; those that depend on the model are not settled."""
-        ...
+        """The settings as plain values. Override it where a field is not a plain value."""
+        return dict(vars(self))
 
-    def resolve(self, lm: "LM") -> "Editor":
-        """The same with what the model and the disk decide written out: prefixes, statistics.
-
-        It then does the same on a model that edits have changed, and reads nothing twice.
-        """
-        ...
-
-    def __call__(self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = ...) -> Edit:
-        """One edit that writes all the facts together."""
-        ...
-
-    def each(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
-    ) -> list[Edit]:
-        """An edit for each fact alone, as if the others were not there; solved in batches."""
-        return raise_first_error(self.attempt(lm, facts, progress=progress))
+    def __call__(
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+    ) -> "Edit":
+        """One edit for all facts."""
+        if not facts:
+            raise BadFact("there are no facts to write; give at least one")
+        return self.bind(lm, facts).edit(facts, progress)
 
     def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = ...
-    ) -> list[Edit | FactscopeError]:
-        """The same, but a fact that cannot be written leaves its error and not the others'."""
-        ...
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+    ) -> "list[Edit | FactscopeError]":
+        """An edit for each fact on its own, or the error of a fact that cannot be edited."""
+        return self.bind(lm, facts).attempt(facts, progress)
+
+    def each(
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+    ) -> "list[Edit]":
+        """An edit for each fact on its own; raises the first error."""
+        return raise_first_error(self.attempt(lm, facts, progress=progress))
 
 
 def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:
-    """The results, or the first error among them, raised."""
+    """The results, if there is no error among them."""
     for result in results:
         if isinstance(result, FactscopeError):
             raise result
@@ -58,9 +86,9 @@ def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:
 
 
 def map_valid(
-    items: Sequence[T | FactscopeError], change: Callable[[list[T]], Sequence[U | FactscopeError]]
+    items: Sequence[T | FactscopeError], function: Callable[[list[T]], Sequence[U | FactscopeError]]
 ) -> list[U | FactscopeError]:
-    """Change all items at once, errors left where they are."""
-    good = [item for item in items if not isinstance(item, FactscopeError)]
-    changed = iter(change(good) if good else [])
-    return [item if isinstance(item, FactscopeError) else next(changed) for item in items]
+    """Apply a batch function to the items that are not errors; errors keep their positions."""
+    valid = [item for item in items if not isinstance(item, FactscopeError)]
+    results = iter(function(valid) if valid else [])
+    return [item if isinstance(item, FactscopeError) else next(results) for item in items]

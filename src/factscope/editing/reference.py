@@ -1,6 +1,6 @@
-"""ROME as the paper's code does it: one fact, one whole hooked forward a step. Slow and obvious.
+"""ROME as the paper's code computes it: one fact, the whole model at every step.
 
-The twin that the fast search must equal (tests), and the reference of bench/edit.py.
+Slow and simple. The tests compare the fast search with it, and bench/edit.py measures against it.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
 from factscope.editing.rome import BoundRome
-from factscope.editing.value_search import ValueSearch
+from factscope.editing.settings import ValueSearch
 from factscope.facts import Fact
 from factscope.lm.forward import mlp_keys
 from factscope.lm.hooks import hook_outputs
@@ -20,12 +20,12 @@ from factscope.lm.hooks import hook_outputs
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["ReferenceEdit", "reference_rome"]
+__all__ = ["ReferenceEdit", "reference_rome", "search_delta"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReferenceEdit:
-    """What the plain procedure found for one fact."""
+    """The reference result for one fact."""
 
     delta: Float[Tensor, " value"]
     change: Float[Tensor, "value key"]
@@ -33,66 +33,69 @@ class ReferenceEdit:
     losses: list[float]
 
 
-def reference_rome(ready: BoundRome, fact: Fact) -> ReferenceEdit:
-    """The rank-one change for one fact."""
-    lm, rome, layer = ready.lm, ready.rome, ready.layer
-    asked = edit_request(lm, fact, ready.prefixes, rome.token)
-    essence = kl_row(lm, fact, rome.token, at_place=ready.search.kl_position == "place")
-    rows = [*asked.rows, essence]
-    keys = _at_places(mlp_keys(lm, pad_rows(asked.rows, lm.device), layer), asked.rows).float()
+def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
+    """The rank-one update for one fact."""
+    lm, settings, layer = bound.lm, bound.settings, bound.layer
+    request = edit_request(lm, fact, bound.prefixes, settings.token)
+    at_edit_token = bound.search.kl_position == "edit-token"
+    rows = [*request.rows, kl_row(lm, fact, settings.token, at_edit_token=at_edit_token)]
+    # 1. keys and values of every context, and k*
+    all_keys = mlp_keys(lm, pad_rows(request.rows, lm.device), layer)
+    positions = [row.edit_position for row in request.rows]
+    keys = all_keys[range(len(positions)), positions].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    delta, losses = _descend(lm, rows, asked.target, layer, ready.search, values[0].norm())
     k_star = keys.mean(0)
-    u = ready.directions(k_star[None])[0]
-    there, now = (keys[0], values[0]) if rome.key == "bare" else (k_star, values.mean(0))
-    v_star = (values[0] if rome.value == "bare" else values.mean(0)) + delta
-    return ReferenceEdit(
-        delta=delta, change=torch.outer(v_star - now, u) / (u @ there), losses=losses
-    )
+    # 2. v*
+    delta, losses = search_delta(lm, rows, lm.mlp_out(layer), bound.search, values[0].norm())
+    v_star = (values[0] if settings.value == "bare" else values.mean(0)) + delta
+    # 3. the closed form
+    u = bound.directions(k_star[None])[0]
+    k, W_k = (keys[0], values[0]) if settings.key == "bare" else (k_star, values.mean(0))
+    change = torch.outer(v_star - W_k, u) / (u @ k)
+    return ReferenceEdit(delta=delta, change=change, losses=losses)
 
 
-def _descend(
-    lm: "LM", rows: list[ContextRow], target: tuple[int, ...], layer: int, search: ValueSearch,
-    size: Tensor,
-) -> tuple[Tensor, list[float]]:  # fmt: skip
-    """Adam on δ, the whole model and all its logits at every step."""
+def search_delta(
+    lm: "LM",
+    rows: list[ContextRow],
+    module: nn.Module,
+    search: ValueSearch,
+    v0_norm: Float[Tensor, ""],
+) -> tuple[Float[Tensor, " value"], list[float]]:
+    """Adam on δ, added to a module's output at the edit tokens. The last row is the KL term's."""
     delta = torch.zeros(lm.width, device=lm.device, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=search.lr)
     ids = pad_rows(rows, lm.device)
-    at = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
+    at_edit_token = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
     for i, row in enumerate(rows):
-        at[i, row.place] = 1
-    labels = torch.tensor(target, device=lm.device)
+        at_edit_token[i, row.edit_position] = 1
 
-    def add(output: Tensor) -> Tensor:
-        return output + (at * delta.to(lm.dtype)).reshape(output.shape)
+    def add_delta(output: Tensor) -> Tensor:
+        return output + (at_edit_token * delta.to(lm.dtype)).reshape(output.shape)
 
-    before: Tensor | None = None
+    unedited: Tensor | None = None
     losses: list[float] = []
-    for step in range(search.looks):
-        with hook_outputs((lm.mlp_out(layer), add)):
-            logs = lm.model(ids, use_cache=False).logits.float().log_softmax(-1)
-        now = logs[-1, rows[-1].reads[0]]
-        before = now.detach() if before is None else before
-        said = [
-            -logs[i, list(row.reads)].gather(1, labels[:, None]).mean()
+    for step in range(search.max_steps):
+        with hook_outputs((module, add_delta)):
+            log_p = lm.model(ids, use_cache=False).logits.float().log_softmax(-1)
+        nll = [
+            -log_p[i, list(row.positions), list(row.labels)].mean()
             for i, row in enumerate(rows[:-1])
         ]
-        essence = (now.exp() * (now - before)).sum()
-        decay = delta.norm() / size ** (2 if search.weight_decay_form == "paper" else 1)
-        loss = torch.stack(said).mean() + search.kl_weight * essence + search.weight_decay * decay
+        now = log_p[-1, rows[-1].positions[0]]
+        unedited = now.detach() if unedited is None else unedited
+        kl = (now.exp() * (now - unedited)).sum()
+        power = 2 if search.weight_decay_form == "paper" else 1
+        decay = delta.norm() / v0_norm**power
+        loss = torch.stack(nll).mean() + search.kl_weight * kl + search.weight_decay * decay
         losses.append(loss.item())
-        if losses[-1] < search.stop or step == search.looks - 1:
+        if losses[-1] < search.stop_loss or step == search.max_steps - 1:
             break
         adam.zero_grad()
         loss.backward()
         adam.step()
-        if delta.norm() > search.longest * size:
+        if delta.norm() > search.max_norm * v0_norm:
             with torch.no_grad():
-                delta *= search.longest * size / delta.norm()
+                delta *= search.max_norm * v0_norm / delta.norm()
     return delta.detach(), losses
-
-
-def _at_places(x: Tensor, rows: tuple[ContextRow, ...]) -> Tensor:
-    return torch.stack([x[i, row.place] for i, row in enumerate(rows)])

@@ -12,8 +12,7 @@ the pass of one fact can be recorded (`lm.played`).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +28,7 @@ from factscope.editing.checks import (
 )
 from factscope.editing.contexts import EditRequest, edit_requests
 from factscope.editing.edit import Edit, LowRank, add_changes
-from factscope.editing.editor import Editor, map_valid, raise_first_error
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.hypernet.gradients import (
     FactorChange,
     SplitModel,
@@ -37,11 +36,10 @@ from factscope.editing.hypernet.gradients import (
     TokenBatch,
     changes_applied,
     gradient_factors,
-    token_row,
 )
 from factscope.editing.hypernet.model import EmbeddedRequest, Hypernetwork
-from factscope.editing.hypernet.weights import HypernetWeights, load_weights
-from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
+from factscope.editing.settings import HypernetEditor
+from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel.buckets import LengthBuckets
 from factscope.lm.accel.graphs import played, plays
@@ -50,12 +48,7 @@ from factscope.progress import Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "HypernetEditor",
-    "Ke",
-    "Mend",
-    "Passes",
-]
+__all__ = ["BoundHypernet", "Passes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,106 +107,29 @@ class Passes:
             return losses, [FactorChange(B=c.B * self.scale, A=c.A) for c in changes]
 
 
-L = TypeVar("L", bound="HypernetEditor")
-
 AT_ONCE = {"cpu": 8, "cuda": 64}
 """How many facts go through the model together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HypernetEditor(Editor):
-    """An editor with trained weights; `Mend` and `Ke` are the two that there are."""
+class BoundHypernet(BoundEditor):
+    """MEND or KE bound to a model."""
 
-    method: ClassVar[str]
+    def __init__(self, settings: HypernetEditor, lm: "LM") -> None:
+        weights = settings.trained
+        self.settings = settings
+        self.lm = lm
+        self.places = weights.places(lm)
+        self.network = weights.on(lm.device)
 
-    weights: HypernetWeights | Path | None = None
-    """What `factscope train` made: the file, or what `load` read from it."""
-    scale: float = 1.0
-    """What every edit is multiplied by."""
-    facts_per_pass: int | None = None
-    """How many facts go through the model together; None for what suits the device."""
+    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
+        """One edit for all facts: the sum of their edits."""
+        single = raise_first_error(self._attempt(facts, progress))
+        return _measured(self.lm, [_together(single)])[0]
 
-    def __post_init__(self) -> None:
-        if isinstance(self.weights, Path):
-            object.__setattr__(self, "weights", load_weights(self.weights, self.method))
-        if self.facts_per_pass is not None and self.facts_per_pass < 1:
-            raise BadSetting(f"at_once is {self.facts_per_pass}; at least one fact must go through")
-
-    @classmethod
-    def load(cls: type[L], path: str | Path, **settings: Any) -> L:
-        """The editor with the weights of a file."""
-        return cls(weights=Path(path), **settings)
-
-    @property
-    def trained(self) -> HypernetWeights:
-        """The weights, which must have been given."""
-        if not isinstance(self.weights, HypernetWeights):
-            raise BadSetting(
-                f"{self.method} must be trained first: give its weights (--weights FILE); "
-                f"`factscope train {self.method}` makes them"
-            )
-        return self.weights
-
-    @property
-    def row(self) -> str:
-        """What the paper's tables call it: by the data that it was trained on."""
-        return self.trained.row
-
-    def resolve(self: L, lm: "LM") -> L:
-        """The same, if its weights are for this model."""
-        self.trained.places(lm)
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values; weights by their hash."""
-        return {"weights_sha256": self.trained.sha256, "scale": self.scale, "method": self.method}
-
-    def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
-    ) -> Edit:
-        """One edit that writes all the facts: the sum of their edits."""
-        if not facts:
-            raise BadFact("there are no facts to write; give at least one")
-        single = raise_first_error(self.ready(lm).attempt(facts, progress))
-        return _measured(lm, [_together(single)])[0]
-
-    def attempt(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = lambda share: None
-    ) -> list[Edit | FactscopeError]:
-        """An edit for each fact alone, or why there is none."""
-        edits = self.ready(lm).attempt(facts, progress)
-        return map_valid(edits, lambda edits: _measured(lm, edits))
-
-    def ready(self, lm: "LM") -> "BoundHypernet":
-        """The editor on a model."""
-        places = self.trained.places(lm)
-        return BoundHypernet(
-            settings=self, lm=lm, places=places, network=self.trained.on(lm.device)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mend(HypernetEditor):
-    """MEND: the factors of the gradient, transformed (`learned.mend`)."""
-
-    method: ClassVar[str] = "mend"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ke(HypernetEditor):
-    """KE: the gradient, gated by what an LSTM made of the fact (`learned.ke`)."""
-
-    method: ClassVar[str] = "ke"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BoundHypernet:
-    """An editor on a model."""
-
-    settings: HypernetEditor
-    lm: "LM"
-    places: list[TargetModule]
-    network: Hypernetwork
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        """An edit for each fact on its own, or its error."""
+        edits = self._attempt(facts, progress)
+        return map_valid(edits, lambda edits: _measured(self.lm, edits))
 
     @cached_property
     def passes(self) -> Passes:
@@ -222,8 +138,8 @@ class BoundHypernet:
             lm=self.lm, places=self.places, network=self.network, scale=self.settings.scale
         )
 
-    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        """An edit for each fact, or why there is none."""
+    def _attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        """The edits before their checks, or the error of each fact."""
         size = self.settings.facts_per_pass or AT_ONCE.get(self.lm.device.type, 8)
 
         def solve(some: Sequence[EditRequest], progress: Progress) -> "list[Edit | FactscopeError]":
@@ -263,10 +179,10 @@ class BoundHypernet:
 
     def _lines(self, requests: Sequence[EditRequest]) -> TokenBatch:
         """The facts as lines; one alone gets room that makes its shape a frequent one."""
-        lines = [token_row(asked) for asked in requests]
+        lines = [asked.rows[0] for asked in requests]
         room = LengthBuckets.of(self.lm, len(lines))
         length = room.for_tokens(max(len(line.ids) for line in lines), self.lm.context)
-        reads = room.for_labels(max(len(line.reads) for line in lines))
+        reads = room.for_labels(max(len(line.positions) for line in lines))
         return TokenBatch.of(lines, self.lm.device, length, reads)
 
     def _edit(

@@ -21,13 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.contexts import edit_request
-from factscope.editing.hypernet.gradients import SplitModel, TokenBatch, TokenRow, token_row
+from factscope.editing.contexts import TokenRow, edit_request
+from factscope.editing.hypernet.gradients import SplitModel, TokenBatch
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import Case
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.tokens import continuation_ids, encode
-from factscope.stats.text import GeneratedText, Window
+from factscope.stats.text import GeneratedText, TokenSequence
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -109,7 +109,7 @@ class CaseExamples:
         return found
 
     def _example(self, lm: "LM", case: Case) -> Example:
-        edit = token_row(edit_request(lm, case.fact))
+        edit = edit_request(lm, case.fact).rows[0]
         new = (case.fact.target or "").strip()
         rephrased = _line(lm, case.paraphrases[0], new) if case.paraphrases else edit
         own = self.locality == "neighbours" or case.true is None  # zsRE's question is unrelated
@@ -125,7 +125,7 @@ def _line(lm: "LM", text: str, target: str) -> TokenRow:
     labels = continuation_ids(lm, prompt, text, target.strip())
     end = len(prompt) - 1
     reads = tuple(range(end, end + len(labels)))
-    return TokenRow(ids=(*prompt.ids, *labels[:-1]), reads=reads, labels=labels)
+    return TokenRow(ids=(*prompt.ids, *labels[:-1]), positions=reads, labels=labels)
 
 
 def without_overlap(cases: Iterable[Case], others: Iterable[Case]) -> tuple[Case, ...]:
@@ -145,7 +145,7 @@ def _subject(case: Case) -> str:
 class TextExamples:
     """Examples from stretches of text, each continued by words that the model drew."""
 
-    source: Sequence[Window] | GeneratedText
+    source: Sequence[TokenSequence] | GeneratedText
     """Stretches of one length; or the model's own, of which there is no end."""
     count: int
     tokens: int = 10
@@ -181,9 +181,9 @@ class TextExamples:
     def _write(self, lm: "LM", numbers: range) -> list[Example]:
         source = self.source
         if isinstance(source, GeneratedText):
-            length = source.window
-            longer = replace(source, window=length + self.tokens, rows=len(numbers))
-            rows = list(longer.pick(numbers))
+            length = source.length
+            longer = replace(source, length=length + self.tokens, batch_size=len(numbers))
+            rows = list(longer.sequences(numbers))
         else:
             stretches = [source[number] for number in numbers]
             length = len(stretches[0])
@@ -196,7 +196,7 @@ class TextExamples:
     def _line(row: Sequence[int], new: Sequence[int]) -> TokenRow:
         end = len(row) - 1
         reads = tuple(range(end, end + len(new)))
-        return TokenRow(ids=(*row, *new[:-1]), reads=reads, labels=tuple(new))
+        return TokenRow(ids=(*row, *new[:-1]), positions=reads, labels=tuple(new))
 
 
 ROOM = 4 << 30

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.contexts import EditRequest
+from factscope.editing.contexts import TokenRow
 from factscope.editing.defaults import check_layer
 from factscope.errors import BadSetting
 from factscope.lm.forward import forward
@@ -41,29 +41,12 @@ __all__ = [
     "SplitModel",
     "TargetModule",
     "TokenBatch",
-    "TokenRow",
     "WeightShape",
     "changes_applied",
     "gradient_factors",
     "last_layers",
     "target_modules",
-    "token_row",
 ]
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """Tokens, those of them after which something is read, and the tokens that belong there."""
-
-    ids: tuple[int, ...]
-    reads: tuple[int, ...]
-    labels: tuple[int, ...]
-
-
-def token_row(asked: EditRequest) -> TokenRow:
-    """A fact's bare prompt with its new object."""
-    row = asked.rows[0]
-    return TokenRow(ids=row.ids, reads=row.reads, labels=asked.target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +66,16 @@ class TokenBatch:
     ) -> "TokenBatch":
         """The lines as tensors, at least so long and with room for at least so many reads."""
         length = max(length, *(len(line.ids) for line in lines))
-        reads = max(reads, *(len(line.reads) for line in lines))
+        reads = max(reads, *(len(line.positions) for line in lines))
 
         def table(lists: Sequence[Sequence[int]], width: int) -> Tensor:
             return torch.tensor([[*x, *[0] * (width - len(x))] for x in lists], device=device)
 
         return cls(
             ids=table([line.ids for line in lines], length),
-            reads=table([line.reads for line in lines], reads),
+            reads=table([line.positions for line in lines], reads),
             labels=table([line.labels for line in lines], reads),
-            real=table([[1] * len(line.reads) for line in lines], reads).bool(),
+            real=table([[1] * len(line.positions) for line in lines], reads).bool(),
             lengths=torch.tensor([len(line.ids) for line in lines], device=device),
         )
 

@@ -1,0 +1,589 @@
+"""Settings of all editing methods: one frozen dataclass per method, one documented field each.
+
+A settings object is the editor: `Rome(layer=5)(lm, facts)` returns an `Edit`. `EDITORS` lists the
+presets by method name. Nothing here imports torch; `bind` imports the algorithm when it is needed.
+
+    Rome                      rome.py                 rome, r-rome
+    Memit                     memit.py                memit
+    FineTune                  finetune.py             ft, ft-l, attn
+    KN                        knowledge_neurons.py    kn
+    Mend, Ke                  hypernet/editor.py      mend, ke
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+
+from annotated_types import Ge, Gt, Lt
+
+from factscope.editing.editor import Editor
+from factscope.errors import BadSetting, FactscopeError
+from factscope.facts import Fact
+from factscope.progress import Progress, no_progress
+from factscope.settings import check
+
+if TYPE_CHECKING:
+    from factscope.editing.edit import Edit
+    from factscope.editing.finetune import BoundFineTune
+    from factscope.editing.hypernet.editor import BoundHypernet
+    from factscope.editing.hypernet.weights import HypernetWeights
+    from factscope.editing.knowledge_neurons import BoundKN
+    from factscope.editing.memit import BoundMemit
+    from factscope.editing.rome import BoundRome
+    from factscope.lm.model import LM
+    from factscope.stats.second_moment import SecondMoment
+
+__all__ = [
+    "ATTN_EDIT",
+    "EDITORS",
+    "FT",
+    "FT_L",
+    "KN",
+    "PAPER_KN",
+    "PAPER_MEMIT",
+    "PAPER_ROME",
+    "R_ROME",
+    "EditToken",
+    "FineTune",
+    "FineTuneMethod",
+    "HypernetEditor",
+    "Ke",
+    "Layer",
+    "Memit",
+    "Mend",
+    "NeuronSite",
+    "PathRule",
+    "PrefixLengths",
+    "PrefixSettings",
+    "Rome",
+    "SecondMomentSetting",
+    "TargetPositions",
+    "ValueSearch",
+    "describe_second_moment",
+    "editor",
+]
+
+EditToken = Literal["subject-last", "subject-first", "after-subject", "last"]
+"""The token at which a fact is written: where its key is read and its value is set."""
+
+Layer = int | Literal["auto"] | None
+"""A layer index; "auto" for the layer that a causal trace finds; None for the model's default."""
+
+PrefixLengths = tuple[tuple[int, int], ...]
+"""(tokens, number of prefixes) for each length."""
+
+TargetPositions = Literal["each-token", "last-position"]
+"""Where the tokens of an object are predicted: each after the tokens before it (teacher forcing),
+or all of them at the last position of the prompt."""
+
+SecondMomentSetting: TypeAlias = (
+    "SecondMoment | Sequence[SecondMoment] | Sequence[Path] | Literal['find', 'identity']"
+)
+"""C = E[k kᵀ]: a value; one per layer; files or folders to search; "find" to search the usual
+folders; "identity" for none (C = I)."""
+
+NeuronSite = Literal["key", "pre-activation"]
+"""The input of the MLP's output weight, or the input of its nonlinearity."""
+
+PathRule = Literal["radau", "ends"]
+"""Quadrature rules with a node at the start of the path, which the correction of `KN` needs."""
+
+FineTuneMethod = Literal["ft", "ft-l", "attn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixSettings:
+    """Context prefixes: short texts before the prompt, so that an edit holds in any context."""
+
+    prefixes: tuple[str, ...] | None = None
+    """Texts to put before the prompt; None lets the model generate them."""
+    prefix_lengths: PrefixLengths = ((10, 5),)
+    """(tokens, number of prefixes) to generate for each length; () for no prefixes."""
+    prefix_bos_counts: bool = False
+    """Count BOS as one of these tokens, as the authors' code does."""
+    seed: int = 0
+    """Seed for generating the prefixes."""
+
+
+# ---- ROME and MEMIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSearch:
+    """How v* is found: Adam on δ, which is added to the value at the edit token."""
+
+    steps: Annotated[int | None, Ge(1)] = None
+    """Loss evaluations at most; δ is updated after each but the last. None for the model's
+    default, mostly 20."""
+    lr: Annotated[float, Gt(0)] = 0.5
+    """Learning rate of Adam."""
+    stop_loss: float = 0.05
+    """Stop as soon as the loss is below this."""
+    clamp: Annotated[float | None, Gt(0)] = None
+    """Largest ‖δ‖, as a multiple of ‖v₀‖; infinity for no limit. None for the model's default,
+    mostly 4."""
+    kl_weight: float = 0.0625
+    """Weight of the KL term, KL(edited ‖ unedited) after "{subject} is a"."""
+    kl_position: Literal["end", "edit-token"] = "end"
+    """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
+    edit token."""
+    weight_decay: float = 0.01
+    """Weight of the term that keeps δ small."""
+    weight_decay_form: Literal["relative", "paper"] = "relative"
+    """‖δ‖ / ‖v₀‖, which does not depend on the scale of the model; or, as in the paper's code,
+    ‖δ‖ / ‖v₀‖², which does."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def max_steps(self) -> int:
+        """`steps`, or its usual default."""
+        return 20 if self.steps is None else self.steps
+
+    @property
+    def max_norm(self) -> float:
+        """`clamp`, or its usual default."""
+        return 4.0 if self.clamp is None else self.clamp
+
+    def resolve(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
+        """The same with a model's defaults where nothing was given."""
+        return replace(
+            self,
+            steps=steps if self.steps is None else self.steps,
+            clamp=clamp if self.clamp is None else self.clamp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rome(PrefixSettings, Editor):
+    """ROME: one fact, one layer, a rank-one update (Meng et al., 2022)."""
+
+    layer: Layer = None
+    """Layer whose MLP output weight is edited: an index, "auto" for the layer that a causal trace
+    of the fact finds, None for the model's default."""
+    token: EditToken = "subject-last"
+    """Token at which the fact is written."""
+    prefix_lengths: PrefixLengths = ((5, 10), (10, 10))
+    """(tokens, number of prefixes) to generate for each length; () for no prefixes."""
+    key: Literal["mean", "bare"] = "mean"
+    """Key k in the denominator and residual of the update: the mean over contexts, as in C⁻¹k*, or
+    the key of the bare prompt, as in the paper's code, where the mismatch sometimes gives an update
+    that breaks the model."""
+    value: Literal["mean", "bare"] = "mean"
+    """Value that δ is added to: the mean over contexts, or that of the bare prompt."""
+    second_moment: SecondMomentSetting = "find"
+    """C. With "identity" this is not the paper's method."""
+    ridge: float = 1e-3
+    """Added to the diagonal of C, as a fraction of its mean."""
+    search: ValueSearch = field(default_factory=ValueSearch)
+    """How v* is found."""
+    many: Literal["jointly", "sequentially"] = "jointly"
+    """Several facts in one edit: one update with Ŵ k = v for all of them, or one update after the
+    other, each computed on the model with those before it, as in the paper's code."""
+    facts_per_pass: Annotated[int | None, Ge(1)] = None
+    """Facts per batch of the value search; None for what fits into memory."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def method(self) -> str:
+        """`r-rome` where the mean key is used everywhere and δ is added to the bare value."""
+        return "r-rome" if (self.key, self.value) == ("mean", "bare") else "rome"
+
+    def bind(self, lm: "LM", facts: Sequence[Fact]) -> "BoundRome":
+        """ROME on this model; the facts choose the layer where it is "auto"."""
+        from factscope.editing.rome import BoundRome
+
+        return BoundRome(self, lm, facts)
+
+    def resolve(self, lm: "LM") -> "Rome":
+        """The same with prefixes, layer and C filled in; of layer "auto" only the prefixes."""
+        if self.layer == "auto":
+            from factscope.editing.contexts import resolve_prefixes
+
+            return replace(self, prefixes=resolve_prefixes(lm, self))
+        bound = self.bind(lm, ())
+        return replace(
+            self,
+            layer=bound.layer,
+            prefixes=bound.prefixes,
+            second_moment=bound.second_moment or "identity",
+        )
+
+    def attempt(
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+    ) -> "list[Edit | FactscopeError]":
+        """An edit for each fact on its own, with layer "auto" each in its own layer."""
+        if self.layer != "auto":
+            return super().attempt(lm, facts, progress=progress)
+
+        def part(fraction: float) -> None:
+            progress(fraction / len(facts))
+
+        return [r for fact in facts for r in self.bind(lm, [fact]).attempt([fact], part)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        second_moment = describe_second_moment(self.second_moment)
+        return {**vars(self), "second_moment": second_moment, "search": asdict(self.search)}
+
+
+PAPER_ROME = Rome(
+    prefix_bos_counts=True,
+    key="bare",
+    value="bare",
+    ridge=0.0,
+    many="sequentially",
+    search=ValueSearch(kl_position="edit-token", weight_decay=0.5, weight_decay_form="paper"),
+)
+"""What the paper's code computes; `Rome()` is the corrected method."""
+
+R_ROME = replace(PAPER_ROME, key="mean")
+"""r-ROME: the paper's code with the mean key everywhere (Gupta et al., 2024)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memit(PrefixSettings, Editor):
+    """MEMIT: many facts at once, spread over several layers (Meng et al., 2023)."""
+
+    layers: tuple[int, ...] | None = None
+    """Layers that are edited, in ascending order; None for the model's default."""
+    covariance_weight: Annotated[float | None, Gt(0)] = None
+    """λ: weight of C against the facts' keys; None for the model's default."""
+    token: EditToken = "subject-last"
+    """Token at which the facts are written."""
+    key: Literal["mean", "half-bare"] = "mean"
+    """Key of a fact: the mean over all contexts; or, as in the authors' code, the mean of the bare
+    prompt's key and of the mean after the prefixes."""
+    second_moment: SecondMomentSetting = "find"
+    """C of every layer."""
+    ridge: float = 1e-3
+    """Added to the diagonal of C, as a fraction of its mean."""
+    search: ValueSearch = field(default_factory=ValueSearch)
+    """How the states z are found."""
+    facts_per_pass: Annotated[int | None, Ge(1)] = None
+    """Facts per batch of the value search; None for what fits into memory."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def method(self) -> str:
+        """`memit`"""
+        return "memit"
+
+    def bind(self, lm: "LM", facts: Sequence[Fact] = ()) -> "BoundMemit":
+        """MEMIT on this model, every default resolved."""
+        from factscope.editing.memit import BoundMemit
+
+        return BoundMemit(self, lm)
+
+    def resolve(self, lm: "LM") -> "Memit":
+        """The same with layers, prefixes and C filled in."""
+        bound = self.bind(lm)
+        moments = tuple(moment for moment in bound.second_moments if moment is not None)
+        return replace(
+            self,
+            layers=bound.layers,
+            prefixes=bound.prefixes,
+            second_moment=moments or "identity",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        second_moment = describe_second_moment(self.second_moment)
+        return {**vars(self), "second_moment": second_moment, "search": asdict(self.search)}
+
+
+PAPER_MEMIT = Memit(
+    prefix_bos_counts=True,
+    key="half-bare",
+    ridge=0.0,
+    search=ValueSearch(kl_position="edit-token", weight_decay=0.5, weight_decay_form="paper"),
+)
+"""What the authors' code computes."""
+
+
+def describe_second_moment(moment: "SecondMomentSetting | None") -> Any:
+    """C in the settings of an edit: what it was computed from, not its entries."""
+    if moment is None or isinstance(moment, str):
+        return moment or "identity"
+    if isinstance(moment, Sequence):
+        return [str(x) if isinstance(x, Path) else describe_second_moment(x) for x in moment]
+    return {"layer": moment.layer, "tokens": moment.tokens, "corpus": moment.corpus}
+
+
+# ---- fine-tuning
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTune(Editor):
+    """FT, FT+L and AttnEdit: Adam on the weights of one layer."""
+
+    layer: int | None = None
+    """Layer that is trained; None for the model's default."""
+    weights: Literal["mlp", "attn"] = "mlp"
+    """What is trained: the MLP's output weight, or the query, key and value projections."""
+    max_change: Annotated[float | Literal["default"] | None, Gt(0)] = None
+    """Largest change of an entry (the paper's ε); None for no limit, "default" for the model's."""
+    steps: Annotated[int, Ge(1)] = 25
+    """Optimiser steps at most."""
+    lr: Annotated[float, Gt(0)] = 5e-4
+    """Learning rate of Adam."""
+    stop_loss: float = 0.01
+    """Stop as soon as the loss is below this: 0.01 in the paper's code; its text says 0.03."""
+    objective: TargetPositions = "each-token"
+    """Loss: mean of -log P over the tokens of the object, each after the tokens before it; or, as
+    in the paper's code, all at the last position of the prompt, wrong for objects of several
+    tokens."""
+    bias: bool = False
+    """Train the biases of these modules too, as the paper's code does."""
+    facts_per_pass: Annotated[int | None, Ge(1)] = None
+    """Facts per batch; None for what fits into memory."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def method(self) -> FineTuneMethod:
+        """`attn` for attention weights, otherwise `ft` without and `ft-l` with a limit."""
+        if self.weights == "attn":
+            return "attn"
+        return "ft" if self.max_change is None else "ft-l"
+
+    def bind(self, lm: "LM", facts: Sequence[Fact] = ()) -> "BoundFineTune":
+        """Fine-tuning on this model, every default resolved."""
+        from factscope.editing.finetune import BoundFineTune
+
+        return BoundFineTune(self, lm)
+
+    def resolve(self, lm: "LM") -> "FineTune":
+        """The same with the model's layer and limit filled in."""
+        return self.bind(lm).settings
+
+
+FT = FineTune()
+"""FT: fine-tuning without a limit."""
+FT_L = FineTune(max_change="default")
+"""FT+L: fine-tuning with a limit on the change of every entry."""
+ATTN_EDIT = FineTune(weights="attn", max_change="default", lr=1e-3)
+"""AttnEdit: the same on attention weights."""
+
+
+def _as_in_paper(settings: FineTune) -> FineTune:
+    """What the paper's code does, though its text mentions neither."""
+    return replace(settings, objective="last-position", bias=True)
+
+
+# ---- knowledge neurons
+
+
+@dataclass(frozen=True, kw_only=True)
+class KN(PrefixSettings, Editor):
+    """Knowledge Neurons: edit the MLP neurons that the old object is attributed to."""
+
+    steps: Annotated[int, Ge(2)] = 4
+    """Quadrature nodes on each interval of the attribution path."""
+    rule: PathRule = "radau"
+    """Quadrature rule: Radau, or, as in the paper's code, equally spaced nodes with equal weights,
+    which gives the ends of the path too much weight."""
+    tolerance: Annotated[float | None, Gt(0)] = 0.02
+    """Halve the interval where the attributions of a layer differ from the change of the
+    probability by more than this fraction; None never does, as in the paper's code."""
+    site: NeuronSite = "key"
+    """What is attributed: the input of the MLP's output weight, whose columns the edit changes; or,
+    as in the paper's code, the input of the nonlinearity."""
+    objective: TargetPositions = "each-token"
+    """An answer of several tokens: each after the tokens before it, or, as in the paper's code, all
+    at the last position of the prompt. Their attributions are averaged."""
+    leading_space: bool = True
+    """Tokenize objects with the space before them; the paper's code does not, which gives other
+    tokens."""
+    threshold: Annotated[float, Ge(0), Lt(1)] = 0.2
+    """Coarse selection: neurons whose attribution exceeds this fraction of the highest one in a
+    context."""
+    context_fraction: Annotated[float, Ge(0), Lt(1)] = 0.7
+    """Fine selection: neurons selected in more than this fraction of the contexts; if there are
+    none, those selected in the most contexts."""
+    max_neurons: Annotated[int | None, Ge(1)] = 10
+    """Neurons to edit at most; None for all."""
+    new_weight: float = 0.5
+    """How much of the new object's embedding is added. 0.5 moved as many of 16 CounterFact cases as
+    1 on the default model, with less effect on neighbours and within the check limits."""
+    old_weight: float = 0.5
+    """How much of the old object's embedding is subtracted."""
+    old: Literal["answer", "predicted"] = "answer"
+    """Which embedding is subtracted: that of the attributed object, or, as in the paper's code,
+    that of the most likely next token."""
+    unit: Literal["column", "embedding"] = "column"
+    """Length of a weight of 1: that of the neuron's own column, which suits a model of any scale,
+    as Dai et al. did; or, as in the paper's code, that of the embedding."""
+    signed: bool = True
+    """Negate the change of a neuron whose activation is negative. The paper's code does not, and
+    such a neuron then works against the new object. Half of the neurons of a gated MLP are
+    negative."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """Embedding of an object of several tokens: their mean, or, as in the paper's code, their
+    sum."""
+    embedding: Literal["output", "input"] = "output"
+    """Which embeddings: the output embeddings, or, as in the paper's code, the input embeddings. In
+    many models they are the same."""
+    facts_per_pass: Annotated[int | None, Ge(1)] = None
+    """Facts per batch; None for what fits into memory."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def method(self) -> str:
+        """`kn`"""
+        return "kn"
+
+    def bind(self, lm: "LM", facts: Sequence[Fact] = ()) -> "BoundKN":
+        """Knowledge Neurons on this model, every default resolved."""
+        from factscope.editing.knowledge_neurons import BoundKN
+
+        return BoundKN(self, lm)
+
+    def resolve(self, lm: "LM") -> "KN":
+        """The same with the prefixes filled in."""
+        return replace(self, prefixes=self.bind(lm).prefixes)
+
+
+PAPER_KN = KN(
+    steps=20,
+    rule="ends",
+    tolerance=None,
+    site="pre-activation",
+    objective="last-position",
+    leading_space=False,
+    context_fraction=0.0,
+    max_neurons=None,
+    prefix_lengths=(),
+    new_weight=1.0,
+    old_weight=2.0,
+    old="predicted",
+    unit="embedding",
+    signed=False,
+    pooling="sum",
+    embedding="input",
+)
+"""What the paper's code computes: one prompt, no fine selection; it adds the new object's embedding
+once and subtracts that of the model's prediction twice."""
+
+
+# ---- hypernetworks
+
+H = TypeVar("H", bound="HypernetEditor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HypernetEditor(Editor):
+    """An editor with a trained network: MEND or KE."""
+
+    weights: "HypernetWeights | Path | None" = None
+    """Trained network: a file written by `factscope train`, or its loaded content."""
+    scale: float = 1.0
+    """Factor that every edit is multiplied by."""
+    facts_per_pass: Annotated[int | None, Ge(1)] = None
+    """Facts per batch; None for what suits the device."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weights, Path):
+            from factscope.editing.hypernet.weights import load_weights
+
+            object.__setattr__(self, "weights", load_weights(self.weights, self.method))
+        check(self)
+
+    @classmethod
+    def load(cls: type[H], path: str | Path, **settings: Any) -> H:
+        """The editor with the weights of a file."""
+        return cls(weights=Path(path), **settings)
+
+    @property
+    def trained(self) -> "HypernetWeights":
+        """The weights; an error where none were given."""
+        if self.weights is None:
+            raise BadSetting(
+                f"{self.method} needs trained weights: give a file (--weights FILE), which "
+                f"`factscope train {self.method}` writes"
+            )
+        assert not isinstance(self.weights, Path)
+        return self.weights
+
+    @property
+    def row(self) -> str:
+        """Name in the paper's tables, which depends on the training data."""
+        return self.trained.row
+
+    def bind(self, lm: "LM", facts: Sequence[Fact] = ()) -> "BoundHypernet":
+        """The network on this model."""
+        from factscope.editing.hypernet.editor import BoundHypernet
+
+        return BoundHypernet(self, lm)
+
+    def resolve(self: H, lm: "LM") -> H:
+        """The same; an error where the weights are for another model."""
+        self.bind(lm)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; the weights by their hash."""
+        return {"weights_sha256": self.trained.sha256, "scale": self.scale, "method": self.method}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend(HypernetEditor):
+    """MEND: a network transforms the factors of the gradient (Mitchell et al., 2022)."""
+
+    @property
+    def method(self) -> str:
+        """`mend`"""
+        return "mend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ke(HypernetEditor):
+    """KE: an LSTM reads the fact and gates the gradient (De Cao et al., 2021)."""
+
+    @property
+    def method(self) -> str:
+        """`ke`"""
+        return "ke"
+
+
+# ---- by name
+
+EDITORS: dict[str, dict[str, Any]] = {
+    "rome": {"default": Rome(), "paper": PAPER_ROME},
+    "r-rome": {"default": R_ROME, "paper": R_ROME},
+    "ft": {"default": FT, "paper": _as_in_paper(FT)},
+    "ft-l": {"default": FT_L, "paper": _as_in_paper(FT_L)},
+    "attn": {"default": ATTN_EDIT, "paper": _as_in_paper(ATTN_EDIT)},
+    "kn": {"default": KN(), "paper": PAPER_KN},
+    "memit": {"default": Memit(), "paper": PAPER_MEMIT},
+    "mend": {"default": Mend(), "paper": Mend()},
+    "ke": {"default": Ke(), "paper": Ke()},
+}
+"""Method → preset → editor. `paper` is what the authors' code computes."""
+
+
+def editor(method: str, preset: str = "default", **settings: Any) -> Editor:
+    """The editor of a method and preset with some settings changed; None leaves one unchanged."""
+    if method not in EDITORS:
+        raise BadSetting(f"method is {method!r}; choose from {', '.join(EDITORS)}")
+    presets = EDITORS[method]
+    if preset not in presets:
+        raise BadSetting(f"preset is {preset!r}; {method} has {', '.join(presets)}")
+    base = presets[preset]
+    changed = {name: value for name, value in settings.items() if value is not None}
+    known = {item.name for item in fields(base)}
+    unknown = [name for name in changed if name not in known]
+    if unknown:
+        raise BadSetting(
+            f"{method} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}"
+        )
+    return replace(base, **changed)
