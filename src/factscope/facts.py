@@ -1,7 +1,7 @@
-"""The paper's nouns: facts, and cases in which a fact is rewritten.
+"""Facts, and cases in which a fact is edited.
 
-A fact is a subject, a prompt that asks for its object, and the object. A case is a fact with the
-object that it shall have from now on, and the prompts that tell whether that worked.
+A fact is a tuple (subject, relation, object), with the relation as a prompt that the object
+continues. A case is a fact with the new object o* and the prompts that test the edit.
 """
 
 import difflib
@@ -10,54 +10,55 @@ from typing import Any
 
 from factscope.errors import BadFact, SubjectNotFound
 
-__all__ = ["Case", "Fact"]
+__all__ = ["SUBJECT_SLOT", "Case", "Fact", "occurrences"]
 
-PLACE = "{}"
+SUBJECT_SLOT = "{}"
+"""Stands for the subject in a prompt template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A knowledge tuple (s, r, o), with the relation put into words as a prompt."""
+    """A knowledge tuple (s, r, o), with the relation as a prompt."""
 
     subject: str
     prompt: str
-    """The words of the relation, with "{}" where the subject goes."""
+    """Prompt template, with "{}" for the subject; the object follows it."""
     target: str | None = None
-    """The object that the model should name, where it is known beforehand."""
+    """The object o, where it is known in advance."""
     old: str | None = None
-    """For a fact to rewrite, the object that it has so far, where that is known."""
+    """For a fact to edit, the object that the target replaces, where it is known."""
     id: str | None = None
-    """The fact's name in the file that it came from."""
+    """The fact's id in its data set."""
     relation: str | None = None
     """The relation's name, for instance a Wikidata property."""
 
     def __post_init__(self) -> None:
         if not self.subject.strip():
             raise BadFact("the subject is empty; give the words of the prompt that name it")
-        if self.prompt.count(PLACE) != 1:
+        if self.prompt.count(SUBJECT_SLOT) != 1:
             raise BadFact(
-                f"the prompt {self.prompt!r} must have one {PLACE!r}, where the subject goes"
+                f"the prompt {self.prompt!r} must have one {SUBJECT_SLOT!r}, where the subject goes"
             )
 
     @property
     def text(self) -> str:
-        """The prompt as the model reads it."""
-        return self.prompt.replace(PLACE, self.subject)
+        """The prompt with the subject filled in."""
+        return self.prompt.replace(SUBJECT_SLOT, self.subject)
 
     @property
     def subject_span(self) -> tuple[int, int]:
         """The subject's characters in `text`, as [start, stop)."""
-        start = self.prompt.index(PLACE)
+        start = self.prompt.index(SUBJECT_SLOT)
         return start, start + len(self.subject)
 
     @classmethod
     def from_text(
         cls, text: str, subject: str, occurrence: int | None = None, **fields: Any
     ) -> "Fact":
-        """The fact of a prompt that already names its subject.
+        """The fact of a prompt that contains its subject.
 
-        Where the subject occurs more than once the last occurrence is taken, or the one given
-        (counted from 1): see `occurrences`.
+        If the subject occurs more than once, `occurrence` selects one, counted from 1; the
+        default is the last.
         """
         if not text.strip():
             raise BadFact("the prompt is empty; give a text that leads up to the object")
@@ -65,7 +66,7 @@ class Fact:
         if not starts:
             raise SubjectNotFound(
                 f"the subject {subject!r} is not in the prompt {text!r}; "
-                f"did you mean {nearest_span(text, subject)!r}?"
+                f"did you mean {_most_similar_words(text, subject)!r}?"
             )
         chosen = len(starts) if occurrence is None else occurrence
         if not 1 <= chosen <= len(starts):
@@ -74,28 +75,28 @@ class Fact:
                 f"occurrence {occurrence} does not exist"
             )
         start = starts[chosen - 1]
-        prompt = text[:start] + PLACE + text[start + len(subject) :]
+        prompt = text[:start] + SUBJECT_SLOT + text[start + len(subject) :]
         return cls(subject=subject, prompt=prompt, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fact to rewrite, and how to see whether the rewriting worked."""
+    """A fact to edit, and the prompts that test the edit."""
 
     fact: Fact
-    """The fact as it shall be: its target is the new object o*."""
+    """The fact after the edit: its target is the new object o*."""
     true: str | None = None
-    """The object o that the world gives it, where it is known."""
+    """The true object o, where it is known."""
     paraphrases: tuple[str, ...] = ()
-    """Other ways to ask the same: the new object should follow."""
+    """Prompts with the same meaning, which the new object should follow too."""
     neighbours: tuple[str, ...] = ()
-    """The same question of other subjects with the true object: it should stay."""
+    """The same prompt for other subjects with the true object, which should not change."""
     neighbour_answers: tuple[str, ...] = ()
-    """What the neighbours are answered with, where it is not the true object; one for each."""
+    """The object of each neighbour, where it is not the true object."""
     attributes: tuple[str, ...] = ()
-    """The same question of subjects that have the new object already."""
+    """The same prompt for subjects that have the new object already."""
     generations: tuple[str, ...] = ()
-    """Openings about the subject, to be continued at length."""
+    """Generation prompts: beginnings of a text about the subject, for the model to continue."""
     target_id: str | None = None
     """The Wikidata id of the new object, where it is known."""
 
@@ -108,19 +109,19 @@ class Case:
 
     @property
     def request(self) -> Fact:
-        """The fact as an editor is asked to write it: it may know what it replaces."""
+        """The edit request: the fact, with the true object as the one to replace."""
         return replace(self.fact, old=self.true)
 
 
 def occurrences(text: str, subject: str) -> list[int]:
-    """Where the subject starts in the text: each place, first to last."""
+    """Every index at which the subject starts in the text."""
     if not subject:
         return []
     return [i for i in range(len(text)) if text.startswith(subject, i)]
 
 
-def nearest_span(text: str, subject: str) -> str:
-    """The run of words in the text that looks most like the subject."""
+def _most_similar_words(text: str, subject: str) -> str:
+    """The consecutive words of the text that are most similar to the subject."""
     words = text.split()
     spans = [
         " ".join(words[i:j])
@@ -128,7 +129,7 @@ def nearest_span(text: str, subject: str) -> str:
         for j in range(i + 1, min(len(words), i + len(subject.split()) + 2) + 1)
     ]
 
-    def likeness(span: str) -> float:
+    def similarity(span: str) -> float:
         return difflib.SequenceMatcher(None, span.casefold(), subject.casefold()).ratio()
 
-    return max(spans, key=likeness)
+    return max(spans, key=similarity)

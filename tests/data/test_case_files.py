@@ -1,4 +1,4 @@
-"""Cases from files: CounterFact's own format, EasyEdit's, and one's own lists."""
+"""Case files: CounterFact, EasyEdit's condensed CounterFact, zsRE, and a user's own format."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from factscope.data.readers import read_cases, read_zsre
+from factscope.data.readers import read_cases
 from factscope.errors import BadFact
 from factscope.facts import Case, Fact
 
@@ -35,7 +35,7 @@ def written(path: Path, *records: Any) -> Path:
     return path
 
 
-def test_counterfact_as_it_is(tmp_path: Path) -> None:
+def test_counterfact_format(tmp_path: Path) -> None:
     path = tmp_path / "counterfact.json.gz"
     path.write_bytes(gzip.compress(json.dumps([COUNTERFACT]).encode()))
     [case] = read_cases(path).cases
@@ -53,7 +53,7 @@ def test_counterfact_as_it_is(tmp_path: Path) -> None:
     )
 
 
-def test_a_list_of_ones_own(tmp_path: Path) -> None:
+def test_own_format(tmp_path: Path) -> None:
     bare = {"subject": "Lima", "prompt": "{} is in", "target_new": "France"}
     first, second = read_cases(written(tmp_path / "mine.jsonl", OWN, bare)).cases
     assert first.fact == Fact(subject="Oslo", prompt="{} is in", target="Italy", id="1")
@@ -65,7 +65,7 @@ def test_a_list_of_ones_own(tmp_path: Path) -> None:
     assert second == Case(fact=Fact(subject="Lima", prompt="{} is in", target="France", id="2"))
 
 
-def test_easyedits_condensed_counterfact(tmp_path: Path) -> None:
+def test_condensed_counterfact_format(tmp_path: Path) -> None:
     record = {"case_id": 0, "prompt": "The mother tongue of Danielle Darrieux is",
               "target_new": "English", "subject": "Danielle Darrieux", "ground_truth": "French",
               "rephrase_prompt": "She speaks", "locality_prompt": "Michel Rocard speaks",
@@ -81,9 +81,9 @@ ZSRE = {"subject": "Call the Doctor", "src": "What artist created Call the Docto
         "loc": "nq question: who sang white wedding", "loc_ans": "Billy Idol"}  # fmt: skip
 
 
-def test_zsre_as_the_paper_asks_it(tmp_path: Path) -> None:
+def test_zsre_format_as_in_the_papers_code(tmp_path: Path) -> None:
     path = written(tmp_path / "zsre.json", ZSRE)
-    [case] = read_zsre(path).cases
+    [case] = read_cases(path).cases
     assert case == Case(
         fact=Fact(
             subject="Call the Doctor",
@@ -95,7 +95,6 @@ def test_zsre_as_the_paper_asks_it(tmp_path: Path) -> None:
         neighbours=("nq question: who sang white wedding?",),
         neighbour_answers=("Billy Idol",),
     )
-    assert read_cases(path).cases == (case,)
 
 
 def test_one_file_may_mix_formats(tmp_path: Path) -> None:
@@ -117,24 +116,18 @@ def test_one_file_may_mix_formats(tmp_path: Path) -> None:
         ({"loc_ans": ""}, "'loc_ans' is ''"),
     ],
 )
-def test_a_broken_record_of_zsre_is_named(
+def test_a_broken_zsre_record_is_reported(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     path = written(tmp_path / "zsre.jsonl", ZSRE, {**ZSRE, **change})
-    for read in (read_zsre, read_cases):
-        file = read(path)
-        assert len(file.cases) == 1
-        [problem] = file.problems
-        assert problem.startswith("zsre.jsonl, line 2: ")
-        assert words in problem
+    file = read_cases(path)
+    assert len(file.cases) == 1
+    [problem] = file.problems
+    assert problem.startswith("zsre.jsonl, line 2: ")
+    assert words in problem
 
 
-def test_other_records_are_not_of_zsre(tmp_path: Path) -> None:
-    with pytest.raises(BadFact, match=r"a record of zsRE has src"):
-        read_zsre(written(tmp_path / "mine.jsonl", OWN, "Oslo"))
-
-
-def test_neighbours_with_answers_of_their_own(tmp_path: Path) -> None:
+def test_neighbour_answers(tmp_path: Path) -> None:
     own = {**OWN, "neighbour_answers": ["Norway"]}
     [case] = read_cases(written(tmp_path / "mine.jsonl", own)).cases
     assert case.neighbour_answers == ("Norway",)
@@ -157,7 +150,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_record_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+def test_a_broken_record_is_reported_and_the_others_are_read(tmp_path: Path, case: str) -> None:
     broken, words = BROKEN[case]
     file = read_cases(written(tmp_path / "mine.jsonl", OWN, broken))
     assert len(file.cases) == 1
@@ -166,7 +159,7 @@ def test_a_broken_record_is_named_and_the_rest_kept(tmp_path: Path, case: str) -
     assert words in problem
 
 
-def test_a_file_without_a_usable_case_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_usable_case_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "mine.jsonl", {"subject": "Oslo", "prompt": "Oslo is in"})
     with pytest.raises(BadFact, match=r"no usable fact.*'to' is missing"):
         read_cases(path)

@@ -1,4 +1,4 @@
-"""The cases that come with the package: complete, free of contradictions, known to small models."""
+"""The package's own cases: complete, consistent, and known to small models."""
 
 import json
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ for _record in RECORDS:
     TEMPLATES[_rewrite["relation_id"]].add(_rewrite["prompt"])
 
 
-def test_there_are_enough_of_many_relations() -> None:
+def test_number_of_cases_and_relations() -> None:
     cases = everyday_cases()
     assert len(cases) == len(RECORDS) >= 64
     assert len({case.fact.relation for case in cases}) >= 10
@@ -36,7 +36,7 @@ def test_every_record_is_complete() -> None:
         assert not any(text.endswith(" ") for texts in lists for text in texts)
 
 
-def test_a_paraphrase_follows_an_unrelated_sentence() -> None:
+def test_paraphrases_begin_with_an_unrelated_sentence() -> None:
     for case in everyday_cases():
         for text in case.paraphrases:
             lead, found, question = text.partition(". ")
@@ -46,7 +46,7 @@ def test_a_paraphrase_follows_an_unrelated_sentence() -> None:
 
 
 def statements(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every prompt of a record that the world answers, and the object that it gives."""
+    """Every prompt of a record that has a true object, and that object."""
     rewrite = record["requested_rewrite"]
     true, new = rewrite["target_true"]["str"], rewrite["target_new"]["str"]
     yield rewrite["prompt"].replace("{}", rewrite["subject"]), true
@@ -55,14 +55,14 @@ def statements(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def subject_of(prompt: str, relation: str) -> str:
-    """The one subject that makes a template of the relation this prompt; the longest frame wins."""
-    frames = [template.split("{}") for template in TEMPLATES[relation]]
-    fitting = [f for f in frames if prompt.startswith(f[0]) and prompt.endswith(f[1])]
-    before, after = max(fitting, key=lambda frame: len("".join(frame)))
+    """The subject that gives the prompt with the longest matching template of the relation."""
+    parts = [template.split("{}") for template in TEMPLATES[relation]]
+    fitting = [f for f in parts if prompt.startswith(f[0]) and prompt.endswith(f[1])]
+    before, after = max(fitting, key=lambda part: len("".join(part)))
     return prompt[len(before) : len(prompt) - len(after)]
 
 
-def test_no_fact_contradicts_another() -> None:
+def test_no_subject_has_two_objects() -> None:
     objects: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in RECORDS:
         relation = record["requested_rewrite"]["relation_id"]
@@ -72,7 +72,7 @@ def test_no_fact_contradicts_another() -> None:
     assert len(objects) > 500
 
 
-def test_neighbours_are_other_subjects_each_once() -> None:
+def test_neighbours_have_distinct_other_subjects() -> None:
     for record in RECORDS:
         rewrite = record["requested_rewrite"]
         for prompts in (record["neighborhood_prompts"], record["attribute_prompts"]):
@@ -83,7 +83,7 @@ def test_neighbours_are_other_subjects_each_once() -> None:
 
 @pytest.fixture(scope="module")
 def margins(default_model: LM) -> list[float]:
-    """By how much the true object is likelier than the new one, for each case."""
+    """Log-probability of the true object minus that of the new one, for each case."""
     asks = [
         Query(case.fact.text, target)
         for case in everyday_cases()
@@ -93,5 +93,5 @@ def margins(default_model: LM) -> list[float]:
     return [new.nll - true.nll for true, new in zip(found[::2], found[1::2], strict=True)]
 
 
-def test_the_default_model_knows_most_of_them(margins: list[float]) -> None:
+def test_the_default_model_knows_most_cases(margins: list[float]) -> None:
     assert sum(margin > 0 for margin in margins) / len(margins) >= 0.85

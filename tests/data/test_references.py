@@ -1,4 +1,4 @@
-"""Reference texts and tables of words: the paper's files, and one's own."""
+"""Reference texts and TF-IDF tables: the paper's files and a user's own."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from factscope.data.references import References, read_references, read_snippets, read_words
+from factscope.data.references import References, read_idf, read_references, read_snippets
 from factscope.errors import BadFact
 
 SNIPPETS = [
@@ -29,24 +29,24 @@ def written(path: Path, value: Any) -> Path:
     return path
 
 
-def test_the_papers_snippets_by_relation_and_id(tmp_path: Path) -> None:
+def test_snippets_by_relation_and_id(tmp_path: Path) -> None:
     path = written(tmp_path / "attribute_snippets.json", SNIPPETS)
     found = read_references(path)
     assert found == read_snippets(path)
     assert found.texts_for("P19", "Paris", "Q90") == ("Born in Paris.", "Also of Paris.")
     assert found.texts_for("P20", "Paris", "Q90") == ("Died in Paris.",)
     assert found.texts_for("P19", "Oslo", "Q585") == ()
-    assert found.texts_for("P19", "Paris", None) == ()  # the snippets know ids only
+    assert found.texts_for("P19", "Paris", None) == ()  # snippets have ids only
 
 
-def test_only_the_wanted_snippets(tmp_path: Path) -> None:
+def test_read_snippets_selects_the_wanted_ones(tmp_path: Path) -> None:
     path = tmp_path / "attribute_snippets.json.gz"
     path.write_bytes(gzip.compress(json.dumps(SNIPPETS).encode()))
     found = read_snippets(path, {("P19", "Q84")})
     assert dict(found.by_id) == {("P19", "Q84"): ("Born in London.",)}
 
 
-def test_references_of_ones_own_by_words(tmp_path: Path) -> None:
+def test_own_references_by_object_name(tmp_path: Path) -> None:
     found = read_references(written(tmp_path / "mine.json", OWN))
     assert found.texts_for("P19", " London") == ("One.", "Two.")
     assert found.texts_for("P19", "Paris", "Q90") == ("A Parisian.",)
@@ -68,14 +68,14 @@ def test_references_of_ones_own_by_words(tmp_path: Path) -> None:
         ("3", "not a table of references"),
     ],
 )
-def test_broken_references_say_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+def test_broken_references(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(BadFact, match=words):
         read_references(path)
 
 
-def test_snippets_that_are_no_list_or_break_off(tmp_path: Path) -> None:
+def test_snippets_that_are_not_a_list_or_truncated(tmp_path: Path) -> None:
     path = tmp_path / "attribute_snippets.json"
     for text in ("{}", ""):
         path.write_text(text)
@@ -88,7 +88,7 @@ def test_snippets_that_are_no_list_or_break_off(tmp_path: Path) -> None:
             read_snippets(path)
 
 
-# ---- tables of words
+# ---- TF-IDF tables
 
 
 def saved(path: Path, values: Any, *, pickled: bool = False) -> Path:
@@ -96,27 +96,27 @@ def saved(path: Path, values: Any, *, pickled: bool = False) -> Path:
     return path
 
 
-def test_the_papers_table_of_words(tmp_path: Path) -> None:
+def test_read_idf(tmp_path: Path) -> None:
     idf = saved(tmp_path / "idf.npy", np.array([1.5, 2.5, 1.0]))
     vocabulary = written(tmp_path / "tfidf_vocab.json", {"paris": 1, "the": 2, "a": 0})
-    table = read_words(idf, vocabulary)
+    table = read_idf(idf, vocabulary)
     assert table.idf[table.vocabulary["paris"]] == 2.5
     packed = tmp_path / "idf.npy.gz"
     packed.write_bytes(gzip.compress(idf.read_bytes()))
-    assert (read_words(packed, vocabulary).idf == table.idf).all()
+    assert (read_idf(packed, vocabulary).idf == table.idf).all()
 
 
-def test_tables_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_idf_and_vocabulary_of_different_sizes(tmp_path: Path) -> None:
     idf = saved(tmp_path / "idf.npy", np.ones(3))
     with pytest.raises(BadFact, match=r"belong together.*\(3,\) for 2 words"):
-        read_words(idf, written(tmp_path / "v.json", {"a": 0, "b": 1}))
-    for places in ({"a": 0, "b": 2, "c": 3}, ["a", "b", "c"]):
-        with pytest.raises(BadFact, match="from words to places"):
-            read_words(idf, written(tmp_path / "v.json", places))
+        read_idf(idf, written(tmp_path / "v.json", {"a": 0, "b": 1}))
+    for indices in ({"a": 0, "b": 2, "c": 3}, ["a", "b", "c"]):
+        with pytest.raises(BadFact, match="from words to indices"):
+            read_idf(idf, written(tmp_path / "v.json", indices))
 
 
-class Ran:
-    """Leaves a file when it is unpickled."""
+class OnUnpickle:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,13 +125,13 @@ class Ran:
         return open, (str(self.path), "w")
 
 
-def test_no_pickle_is_read(tmp_path: Path) -> None:
+def test_pickles_are_not_read(tmp_path: Path) -> None:
     vocabulary = written(tmp_path / "v.json", {"a": 0})
-    trap = np.array([Ran(tmp_path / "ran")], dtype=object)
+    trap = np.array([OnUnpickle(tmp_path / "ran")], dtype=object)
     for values in (trap, np.array(["text"])):
         path = saved(tmp_path / "idf.npy", values, pickled=True)
         with pytest.raises(BadFact, match=r"idf\.npy"):
-            read_words(path, vocabulary)
+            read_idf(path, vocabulary)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(BadFact, match="cannot read"):
-        read_words(tmp_path / "lost.npy", vocabulary)
+        read_idf(tmp_path / "lost.npy", vocabulary)

@@ -1,4 +1,4 @@
-"""Data sets by name: a folder of one's own, the cache, the network; and their commands."""
+"""Data sets by name: the user's folder, the cache, the network; and the `data` commands."""
 
 import gzip
 import hashlib
@@ -19,16 +19,16 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 
 
 @pytest.fixture(autouse=True)
-def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no folder of one's own."""
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no FACTSCOPE_DATA."""
     monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FACTSCOPE_DATA", raising=False)
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that stands for the authors' server, and has two of their files."""
-    folder = tmp_path / "shelf"
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the authors' server, with two of their files."""
+    folder = tmp_path / "server"
     folder.mkdir()
     for name, known in (("counterfact", DIGEST), ("zsre", None)):
         path = folder / DATA_SETS[name].files[0]
@@ -51,19 +51,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
-def test_rows_are_whole() -> None:
+def test_entries_are_complete() -> None:
     for name, data in DATA_SETS.items():
         assert data.files, name
         assert data.sha256 is None or (len(data.sha256) == 64 and data.size and data.url)
         assert data.url is None or data.url.endswith("/" + data.files[0])
 
 
-def test_the_cases_of_the_package_need_nothing() -> None:
+def test_the_packages_cases_need_no_download() -> None:
     assert len(read_cases(find_data("everyday")).cases) >= 64
     assert find_local("everyday") == FoundData(find_data("everyday"), "package")
 
 
-def test_a_path_stands_for_itself(tmp_path: Path) -> None:
+def test_a_path_is_returned_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(DATA)
     assert find_data(path) == find_data(str(path)) == path
@@ -89,7 +89,7 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
         ("vocabulary", "tfidf_vocab.json.gz"),
     ],
 )
-def test_a_folder_of_ones_own(own: Path, name: str, file: str) -> None:
+def test_files_are_found_in_the_users_folder(own: Path, name: str, file: str) -> None:
     path = own / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(DATA)
@@ -97,7 +97,7 @@ def test_a_folder_of_ones_own(own: Path, name: str, file: str) -> None:
     assert find_data(name) == path
 
 
-def test_the_upper_folder_and_the_plain_file_go_first(own: Path) -> None:
+def test_upper_folders_and_plain_files_take_precedence(own: Path) -> None:
     (own / "a").mkdir()
     for file in ("a/counterfact.json", "counterfact.json.gz", "counterfact.json"):
         (own / file).write_bytes(DATA)
@@ -106,37 +106,39 @@ def test_the_upper_folder_and_the_plain_file_go_first(own: Path) -> None:
     assert find_data("counterfact") == own / "counterfact.json.gz"
 
 
-def test_a_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_folder_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FACTSCOPE_DATA", str(tmp_path / "lost"))
     with pytest.raises(DataNotFound, match="not a folder"):
         find_data("counterfact")
 
 
-def test_a_data_set_is_fetched_once(shelf: Path, tmp_path: Path) -> None:
-    heard: list[tuple[int, int | None]] = []
-    path = find_data("counterfact", progress=lambda *x: heard.append(x))
+def test_a_data_set_is_downloaded_once(server: Path, tmp_path: Path) -> None:
+    fractions: list[float] = []
+    path = find_data("counterfact", progress=fractions.append)
     assert path == tmp_path / "cache" / "data" / "counterfact.json"
     assert path.read_bytes() == DATA
-    assert heard
-    (shelf / "counterfact.json").unlink()
+    assert sum(fractions) == pytest.approx(1)
+    (server / "counterfact.json").unlink()
     assert find_data("counterfact") == path
     assert find_local("counterfact") == FoundData(path, "cache")
 
 
-def test_ones_own_folder_goes_before_the_cache(shelf: Path, own: Path) -> None:
+def test_the_users_folder_takes_precedence_over_the_cache(server: Path, own: Path) -> None:
     find_data("counterfact")
     (own / "counterfact.json").write_bytes(b"[]")
     assert find_data("counterfact") == own / "counterfact.json"
 
 
-def test_another_file_than_expected_is_not_kept(shelf: Path, tmp_path: Path) -> None:
-    (shelf / "counterfact.json").write_bytes(b"forged")
+def test_a_file_with_the_wrong_hash_is_deleted(server: Path, tmp_path: Path) -> None:
+    (server / "counterfact.json").write_bytes(b"forged")
     with pytest.raises(HashMismatch, match=DIGEST):
         find_data("counterfact")
     assert find_local("counterfact") is None
 
 
-def test_nothing_is_fetched_unchecked(shelf: Path) -> None:
+def test_a_download_needs_a_hash(server: Path) -> None:
     with pytest.raises(
         DataNotFound, match=r"SHA-256 is not known.*zsre_mend_eval.*FACTSCOPE_DATA.*--sha"
     ):
@@ -147,29 +149,29 @@ def test_nothing_is_fetched_unchecked(shelf: Path) -> None:
     assert find_data("zsre", sha256=DIGEST.upper()).read_bytes() == DATA
 
 
-def test_a_hash_is_looked_at_before_the_network(shelf: Path) -> None:
+def test_an_invalid_hash(server: Path) -> None:
     with pytest.raises(BadSetting, match="64 hexadecimal digits"):
         find_data("zsre", sha256="abc")
 
 
-def test_a_given_hash_holds_for_what_is_cached(shelf: Path, tmp_path: Path) -> None:
+def test_a_given_hash_also_checks_the_cached_file(server: Path, tmp_path: Path) -> None:
     path = find_data("counterfact")
     path.write_bytes(b"changed")
     assert find_data("counterfact", sha256=DIGEST).read_bytes() == DATA
 
 
-def test_a_server_that_does_not_answer(shelf: Path) -> None:
-    (shelf / "counterfact.json").unlink()
+def test_a_failed_download(server: Path) -> None:
+    (server / "counterfact.json").unlink()
     with pytest.raises(DownloadFailed, match="could not fetch"):
         find_data("counterfact")
 
 
-def test_a_data_set_without_an_address() -> None:
+def test_a_data_set_without_a_url() -> None:
     with pytest.raises(DataNotFound, match=r"counterfact-edit\.json from EasyEdit"):
         find_data("counterfact-condensed", sha256=DIGEST)
 
 
-def test_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
     files = {"list.json": DATA, "lines.jsonl": b'{"a": 1}\n\n{"a": 2}\n{"a": 3}',
@@ -188,7 +190,7 @@ def test_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # ---- the commands
 
 
-def test_the_list(run: Run, shelf: Path, own: Path) -> None:
+def test_data_list(run: Run, server: Path, own: Path) -> None:
     (own / "known_1000.json").write_bytes(DATA)
     done = run("data", "list", "--json")
     assert done.code == 0
@@ -206,7 +208,7 @@ def test_the_list(run: Run, shelf: Path, own: Path) -> None:
     assert str(own / "known_1000.json") in shown
 
 
-def test_getting_one(run: Run, shelf: Path, tmp_path: Path) -> None:
+def test_data_get(run: Run, server: Path, tmp_path: Path) -> None:
     path = tmp_path / "cache" / "data" / "counterfact.json"
     assert run("data", "get", "counterfact")[:2] == (0, f"{path}\n")
     assert json.loads(run("data", "get", "counterfact", "--json").out)["path"] == str(path)
@@ -216,7 +218,7 @@ def test_getting_one(run: Run, shelf: Path, tmp_path: Path) -> None:
     assert run("data", "get", "zsre", "--sha256", DIGEST).code == 0
 
 
-def test_a_case_is_shown_as_it_is_read(run: Run) -> None:
+def test_data_show(run: Run) -> None:
     shown = run("data", "show", "everyday", "--cases", "1,0")
     cases = everyday_cases()
     flat = "".join(shown.out.split())
@@ -224,12 +226,12 @@ def test_a_case_is_shown_as_it_is_read(run: Run) -> None:
         texts = (case.fact.text, *case.paraphrases, *case.neighbours, *case.generations)
         for words in (" ".join(texts)).split():
             assert words in flat
-    told = json.loads(run("data", "show", "everyday", "--limit", "2", "--json").out)
-    assert [one["fact"]["id"] for one in told["cases"]] == [case.fact.id for case in cases[:2]]
-    assert told["cases"][1]["neighbours"] == list(cases[1].neighbours)
+    shown = json.loads(run("data", "show", "everyday", "--limit", "2", "--json").out)
+    assert [one["fact"]["id"] for one in shown["cases"]] == [case.fact.id for case in cases[:2]]
+    assert shown["cases"][1]["neighbours"] == list(cases[1].neighbours)
 
 
-def test_a_case_that_is_not_there_is_named(run: Run) -> None:
+def test_data_show_with_an_unknown_case(run: Run) -> None:
     refused = run("data", "show", "everyday", "--cases", "0,nope")
     assert refused.code == 2
     assert "no case 'nope'" in refused.err

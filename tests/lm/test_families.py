@@ -1,4 +1,4 @@
-"""The load-time check: every family's row fits, a wrong one is caught by name."""
+"""The check on loading: every family's entry fits its model, a wrong one is reported by name."""
 
 from dataclasses import replace
 
@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from factscope.errors import BadModelFile, UnknownFamily
-from factscope.lm import families as family
-from factscope.lm.families import check_family, family_of
+from factscope.lm import check
+from factscope.lm.check import check_family
+from factscope.lm.families import family_of
 from factscope.lm.model import LM
 
 from families import tiny
 
 
 @pytest.fixture(autouse=True)
-def no_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models have no words to check."""
-    monkeypatch.setattr(family, "_check_language", lambda lm: None)
+def no_language_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of tiny models are numbers, not English."""
+    monkeypatch.setattr(check, "_warn_if_english_is_unlikely", lambda lm: None)
 
 
-def test_every_row_fits_its_family(lm: LM) -> None:
+def test_every_entry_fits_its_family(lm: LM) -> None:
     check_family(lm)
 
 
@@ -33,13 +34,13 @@ def test_every_row_fits_its_family(lm: LM) -> None:
         ({"attn_out": "attn.o_proj"}, "attn_out"),
     ],
 )
-def test_a_wrong_row_is_caught(fields: dict, part: str) -> None:
+def test_a_wrong_entry_is_reported(fields: dict, part: str) -> None:
     lm = tiny("gpt2")
     wrong = LM(model=lm.model, tokenizer=None, family=replace(lm.family, **fields), name="wrong")
     with pytest.raises(BadModelFile, match=part):
         check_family(wrong)
 
 
-def test_an_unknown_family_is_told_how_to_join() -> None:
+def test_an_unknown_family_names_the_table_and_the_docs() -> None:
     with pytest.raises(UnknownFamily, match=r"Linear.*FAMILIES.*CONTRIBUTING"):
         family_of(torch.nn.Linear(1, 1))

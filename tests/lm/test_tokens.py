@@ -1,6 +1,6 @@
 """Tokens of a prompt and of its subject, for every kind of tokenizer.
 
-The ranges are compared with an account in bytes that does not use the tokenizer's offsets.
+The expected ranges are computed from the tokens' bytes, without the tokenizer's offsets.
 """
 
 import copy
@@ -22,7 +22,7 @@ from factscope.lm.tokens import encode, encode_fact, first_token
 from tokenizers_ import STYLES, tokenizer
 
 METASPACE = ("llama", "gemma")
-IN_FRONT = {"llama": "<s>", "opt": "</s>"}
+PREFIX = {"llama": "<s>", "opt": "</s>"}
 CITY = "The Eiffel Tower is located in the city of"
 
 FACTS = {
@@ -48,7 +48,7 @@ FACTS = {
 
 
 def lm_with(tok: Any, family: str = "gpt2") -> LM:
-    """A tiny random model that reads with the given tokenizer."""
+    """A tiny random model with the given tokenizer."""
     if family == "gemma2":
         model: Any = Gemma2ForCausalLM(
             Gemma2Config(
@@ -76,7 +76,7 @@ def lm(style: str) -> LM:
 
 
 def token_bytes(style: str, token: str) -> bytes:
-    """What a token of the vocabulary spells; nothing for a special one."""
+    """The bytes of a token; none for a special token."""
     if token in tokenizer(style).all_special_tokens:
         return b""
     if style not in METASPACE:
@@ -88,12 +88,12 @@ def token_bytes(style: str, token: str) -> bytes:
 
 
 def tokens_by_bytes(style: str, ids: tuple[int, ...], fact: Fact) -> tuple[int, int]:
-    """The tokens whose bytes are the subject's, at least in part."""
+    """The tokens that share a byte with the subject."""
     names: Any = tokenizer(style).convert_ids_to_tokens(list(ids))
     pieces = [token_bytes(style, name) for name in names]
-    spelled = b"".join(pieces)
-    shift = len(spelled) - len(fact.text.encode())  # the space that LLaMA puts in front
-    assert spelled[shift:] == fact.text.encode()
+    joined = b"".join(pieces)
+    shift = len(joined) - len(fact.text.encode())  # the space that LLaMA prepends
+    assert joined[shift:] == fact.text.encode()
     begin = shift + len(fact.text[: fact.subject_span[0]].encode())
     end = begin + len(fact.subject.encode())
     edges = list(accumulate(map(len, pieces), initial=0))
@@ -102,17 +102,17 @@ def tokens_by_bytes(style: str, ids: tuple[int, ...], fact: Fact) -> tuple[int, 
 
 
 @pytest.mark.parametrize("case", FACTS)
-def test_subject_tokens_spell_the_subject(style: str, lm: LM, case: str) -> None:
+def test_subject_range_covers_the_bytes_of_the_subject(style: str, lm: LM, case: str) -> None:
     fact = Fact.from_text(*FACTS[case])
     prompt, subject = encode_fact(lm, fact)
     wanted = tokens_by_bytes(style, prompt.ids, fact)
-    # The space that LLaMA puts in front may be a token of its own; it shows the first letter.
+    # The space that LLaMA prepends may be its own token, with the offset of the first letter.
     assert subject[1] == wanted[1]
     assert subject[0] == wanted[0] or (style == "llama" and subject[0] == wanted[0] - 1)
     assert fact.subject_span[0] == 0 or subject[0] == wanted[0]
 
 
-def test_the_first_of_two_places_can_be_chosen(lm: LM) -> None:
+def test_occurrence_selects_the_first_of_two_subjects(lm: LM) -> None:
     text, name = FACTS["second time"]
     prompt, second = encode_fact(lm, Fact.from_text(text, name))
     _, first = encode_fact(lm, Fact.from_text(text, name, occurrence=1))
@@ -120,57 +120,57 @@ def test_the_first_of_two_places_can_be_chosen(lm: LM) -> None:
     assert "".join(prompt.texts[slice(*first)]).strip() == name
 
 
-def test_tokens_of_one_character(lm: LM) -> None:
+def test_token_range_of_one_character(lm: LM) -> None:
     prompt = encode(lm, CITY)
     here = CITY.index("w")  # in Tower
-    start, stop = prompt.tokens_of((here, here + 1))
+    start, stop = prompt.token_range((here, here + 1))
     assert stop == start + 1
     assert "w" in prompt.texts[start]
 
 
-def test_tokens_of_everything_leaves_special_tokens_out(style: str, lm: LM) -> None:
+def test_token_range_of_the_whole_text_excludes_special_tokens(style: str, lm: LM) -> None:
     prompt = encode(lm, CITY)
-    assert prompt.tokens_of((0, len(CITY))) == (int(style in IN_FRONT), len(prompt))
+    assert prompt.token_range((0, len(CITY))) == (int(style in PREFIX), len(prompt))
 
 
 @pytest.mark.parametrize("span", [(0, 0), (999, 1000)])
-def test_tokens_of_nothing_is_an_error(lm: LM, span: tuple[int, int]) -> None:
+def test_token_range_without_a_token_is_an_error(lm: LM, span: tuple[int, int]) -> None:
     prompt = encode(lm, CITY)
-    with pytest.raises(BadFact, match="no token lies in"):
-        prompt.tokens_of(span)
+    with pytest.raises(BadFact, match="no token overlaps"):
+        prompt.token_range(span)
 
 
-def test_texts_join_to_the_prompt(style: str, lm: LM) -> None:
+def test_token_texts_join_to_the_prompt(style: str, lm: LM) -> None:
     prompt = encode(lm, CITY)
-    front = IN_FRONT.get(style, "")
+    front = PREFIX.get(style, "")
     assert "".join(prompt.texts) == front + CITY
     assert len(prompt.ids) == len(prompt.offsets) == len(prompt.texts) == len(prompt)
 
 
-def test_a_character_of_several_tokens_is_shown_whole(lm: LM) -> None:
+def test_every_token_of_a_split_character_shows_the_character(lm: LM) -> None:
     prompt = encode(lm, "in 東")
     assert prompt.texts[-3:] == ("東", "東", "東")
 
 
-def test_what_stands_in_front(style: str, lm: LM) -> None:
+def test_special_tokens_at_the_start(style: str, lm: LM) -> None:
     prompt = encode(lm, CITY)
     plain = encode(lm, CITY, special=False)
-    front = [IN_FRONT[style]] if style in IN_FRONT else []
+    front = [PREFIX[style]] if style in PREFIX else []
     assert prompt.ids == (*lm.tokenizer.convert_tokens_to_ids(front), *plain.ids)
 
 
-def test_a_forgotten_bos_is_added_where_the_family_needs_it() -> None:
+def test_missing_bos_is_added_if_the_family_needs_it() -> None:
     tok = tokenizer("gemma")
     assert FAMILIES["gemma2"].needs_bos
-    forgetful, gemma = encode(lm_with(tok), CITY), encode(lm_with(tok, "gemma2"), CITY)
-    assert forgetful.ids[0] != tok.bos_token_id
-    assert gemma.ids == (tok.bos_token_id, *forgetful.ids)
-    assert gemma.offsets == ((0, 0), *forgetful.offsets)
+    without_bos, gemma = encode(lm_with(tok), CITY), encode(lm_with(tok, "gemma2"), CITY)
+    assert without_bos.ids[0] != tok.bos_token_id
+    assert gemma.ids == (tok.bos_token_id, *without_bos.ids)
+    assert gemma.offsets == ((0, 0), *without_bos.offsets)
     assert gemma.texts[0] == "<bos>"
-    assert encode(lm_with(tok, "gemma2"), CITY, special=False).ids == forgetful.ids
+    assert encode(lm_with(tok, "gemma2"), CITY, special=False).ids == without_bos.ids
 
 
-def test_a_forgotten_bos_moves_the_subject() -> None:
+def test_added_bos_shifts_the_subject() -> None:
     lm = lm_with(tokenizer("gemma"), "gemma2")
     fact = Fact.from_text(CITY, "The Eiffel Tower")
     prompt, (start, stop) = encode_fact(lm, fact)
@@ -178,7 +178,7 @@ def test_a_forgotten_bos_moves_the_subject() -> None:
     assert "".join(prompt.texts[start:stop]) == "The Eiffel Tower"
 
 
-def test_bos_is_never_there_twice() -> None:
+def test_bos_is_never_added_twice() -> None:
     lm = lm_with(tokenizer("llama"), "gemma2")
     bos = lm.tokenizer.bos_token_id
     assert encode(lm, CITY).ids.count(bos) == 1
@@ -188,8 +188,8 @@ def test_bos_is_never_there_twice() -> None:
     )
 
 
-def closing(style: str) -> Any:
-    """The style's tokenizer, but one that closes every text with EOS."""
+def appending_eos(style: str) -> Any:
+    """The style's tokenizer, but one that appends EOS to every text."""
     tok: Any = copy.deepcopy(tokenizer(style))
     end = tok.eos_token
     tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -198,22 +198,22 @@ def closing(style: str) -> Any:
     return tok
 
 
-def test_a_closing_eos_is_dropped(style: str) -> None:
-    tok = closing(style)
+def test_an_appended_eos_is_dropped(style: str) -> None:
+    tok = appending_eos(style)
     assert tok(CITY)["input_ids"][-1] == tok.eos_token_id
     prompt = encode(lm_with(tok), CITY)
     assert prompt.ids == tuple(tok(CITY)["input_ids"][:-1])
     assert prompt.texts[-1].endswith("f")
 
 
-def test_an_eos_that_was_written_is_kept() -> None:
+def test_an_eos_in_the_text_is_kept() -> None:
     lm = lm_with(tokenizer("gpt2"))
     assert encode(lm, CITY + "<|endoftext|>").ids[-1] == lm.tokenizer.eos_token_id
 
 
-def test_a_text_of_nothing(style: str, lm: LM) -> None:
-    if style in IN_FRONT:
-        assert encode(lm, "").texts == (IN_FRONT[style],)
+def test_an_empty_text(style: str, lm: LM) -> None:
+    if style in PREFIX:
+        assert encode(lm, "").texts == (PREFIX[style],)
     else:
         with pytest.raises(BadFact, match="no tokens"):
             encode(lm, "")
@@ -221,8 +221,8 @@ def test_a_text_of_nothing(style: str, lm: LM) -> None:
         encode(lm, "", special=False)
 
 
-def test_a_prompt_may_fill_the_context_and_no_more(style: str, lm: LM) -> None:
-    room = 64 - int(style in IN_FRONT)
+def test_a_prompt_longer_than_the_context_is_an_error(style: str, lm: LM) -> None:
+    room = 64 - int(style in PREFIX)
     text = "The" + " is" * (room - 1)
     assert len(encode(lm, text)) == lm.context == 64
     with pytest.raises(PromptTooLong, match=r"65 tokens.* 64"):
@@ -252,13 +252,13 @@ def test_first_token_after_punctuation(style: str, lm: LM) -> None:
     assert found == joined.ids[len(prompt)]
 
 
-def test_first_token_of_a_target_that_brings_its_own_gap() -> None:
+def test_first_token_of_a_target_with_leading_whitespace() -> None:
     lm = lm_with(tokenizer("gpt2"))
     found = first_token(lm, encode(lm, CITY), CITY, "\nParis")
     assert lm.tokenizer.convert_ids_to_tokens(found) == "Ċ"
 
 
-def test_tokenizers_are_the_same_every_time() -> None:
+def test_trained_tokenizers_are_deterministic() -> None:
     ids = {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES}
     tokenizer.cache_clear()
     assert {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES} == ids

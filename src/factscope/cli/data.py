@@ -52,15 +52,7 @@ def get(
     from factscope.data.registry import find_data
 
     with working(f"fetching {name}") as done:
-        so_far = 0
-
-        def share(now: int, total: int | None) -> None:
-            nonlocal so_far
-            if total:
-                done((now - so_far) / total)
-            so_far = now
-
-        path = find_data(name, sha256=sha256, progress=share)
+        path = find_data(name, sha256=sha256, progress=done)
     if json:
         print_json({"name": name, "path": str(path)})
     else:
@@ -130,7 +122,7 @@ def find_known(
     json: Json = False,
 ) -> None:
     """Find the facts that a model knows: greedy text names the object before any other name."""
-    from factscope.data.readers import read_facts, statements
+    from factscope.data.readers import pararel_facts, read_facts
     from factscope.io import write_atomic
     from factscope.lm.load import load
     from factscope.tracing.known import find_known as find_known_facts
@@ -141,7 +133,7 @@ def find_known(
             notes.print(f"left out: {problem}", soft_wrap=True)
         asked = list(file.facts)
     else:
-        asked = list(statements(facts, patterns))
+        asked = list(pararel_facts(facts, patterns))
     if limit is not None and limit < len(asked):
         asked = random.Random(seed).sample(asked, limit)
     with doing(f"loading {model}"):

@@ -68,11 +68,11 @@ def _load(
     edits: "Sequence[Edit]", model: str | None, device: str, dtype: str, device_map: str | None
 ) -> "LM":
     from factscope.lm.load import load
-    from factscope.lm.sources import DEFAULT
+    from factscope.lm.sources import DEFAULT_MODEL
 
     if edits:
         return model_for(edits, model, device, dtype, device_map)
-    name = model or DEFAULT
+    name = model or DEFAULT_MODEL
     with doing(f"loading {name}"):
         return load(name, device=device, dtype=dtype, device_map=device_map)
 

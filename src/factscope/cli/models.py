@@ -20,10 +20,10 @@ def models(json: Json = False) -> None:
 def _collect() -> dict[str, Any]:
     from factscope.io import cache_folder
     from factscope.lm.families import FAMILIES
-    from factscope.lm.sources import DEFAULT, SHORT_NAMES, cached_models, is_converted
+    from factscope.lm.sources import DEFAULT_MODEL, SHORT_NAMES, cached_models, is_converted
 
     return {
-        "default": DEFAULT,
+        "default": DEFAULT_MODEL,
         "short_names": [
             {
                 "name": name,

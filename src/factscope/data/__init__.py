@@ -1,1 +1,1 @@
-"""Facts and text, from files and from the package itself."""
+"""Facts, cases and reference texts: data sets by name, and readers of their files."""

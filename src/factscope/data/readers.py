@@ -1,26 +1,16 @@
-"""Facts from a file: known_1000, CounterFact, or one's own list, as JSON or JSON lines, also .gz.
+"""Read facts and cases from files, plain or gzipped: JSON lists or JSON lines.
 
-A record names its subject and a prompt; the prompt has "{}" for the subject or spells it out. The
-target may be called target or attribute (as in known_1000), the name id, known_id or case_id.
+A record of a fact has a `subject` and a `prompt`, either a template with "{}" for the subject or a
+text that contains it. Its object is `target`, `attribute` (known_1000) or `target_true`; its id is
+`id`, `known_id` or `case_id`.
 
-Cases from a file: CounterFact, zsRE, or one's own list of facts, as JSON or JSON lines.
+A record of a case also has the new object, `to`. Optional are the true object, `true`, and the
+lists of texts `paraphrases`, `neighbours`, `neighbour_answers`, `attributes` and `generations`.
+The names of CounterFact and of EasyEdit's condensed CounterFact work, too. A zsRE record is
+recognised by its fields.
 
-A record of one's own has a subject, a prompt (with "{}" for the subject, or spelling it out) and,
-as `to`, the new object. It may have the old one as `true`, and as lists of texts `paraphrases`,
-`neighbours`, `attributes`, `generations` and `neighbour_answers`. CounterFact's own names for all
-of these are known, and those of EasyEdit's condensed CounterFact; a record of zsRE is known by its
-fields.
-
-zsRE: questions with one answer, as MEND splits them and the paper evaluates them.
-
-What is written is a true fact, the first of a record's answers: there is no other object to compare
-it with. The neighbour is an unrelated question with an answer of its own.
-
-ParaRel's tables: relation → subject–object pairs, relation → patterns with [X] and [Y].
-
-Well-known facts, written for this project: for the demo, the tests, σ and a first evaluation.
-
-Openings to be continued and neutral sentences, written for this project (phrases.toml).
+ParaRel is two tables: relation → pairs of subject and object, and relation → patterns with [X]
+and [Y]. The package has facts, cases and text templates of its own.
 """
 
 import gzip
@@ -29,47 +19,50 @@ import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import resources
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from factscope.errors import BadFact
-from factscope.facts import PLACE, Case, Fact
+from factscope.facts import SUBJECT_SLOT, Case, Fact
 
 __all__ = [
     "EVERYDAY_CASES",
     "CasesFile",
     "FactsFile",
-    "everyday",
     "everyday_cases",
-    "fact_of",
-    "id_of",
-    "is_zsre",
+    "everyday_facts",
+    "generation_templates",
     "neutral_sentences",
-    "object_of",
-    "openings",
-    "prompt_of",
+    "pararel_facts",
+    "pararel_prompt",
     "read_cases",
-    "read_each",
     "read_facts",
-    "read_table",
+    "read_relation_table",
     "read_text",
-    "read_zsre",
-    "rewrite_of",
-    "statements",
-    "zsre_case",
 ]
 
 T = TypeVar("T")
 
-TARGETS = ("target", "attribute", "target_true")
-"""What a record may call the object that its fact has."""
+TARGET = ("target", "attribute", "target_true")
+NEW = ("to", "target_new")
+TRUE = ("true", "target_true", "ground_truth")
+ID = ("id", "known_id", "case_id")
+RELATION = ("relation", "relation_id")
+LISTS = {
+    "paraphrases": ("paraphrases", "paraphrase_prompts", "rephrase_prompt"),
+    "neighbours": ("neighbours", "neighborhood_prompts", "locality_prompt"),
+    "attributes": ("attributes", "attribute_prompts"),
+    "generations": ("generations", "generation_prompts"),
+    "neighbour_answers": ("neighbour_answers",),
+}
+"""Field of a case → its names in the formats."""
+ZSRE_FIELDS = ("src", "answers", "loc", "loc_ans")
 
 
 @dataclass(frozen=True)
 class FactsFile:
-    """The facts of a file, and what was wrong with the records that are missing."""
+    """The facts of a file, and a message for each record that could not be read."""
 
     facts: tuple[Fact, ...]
     problems: tuple[str, ...]
@@ -77,38 +70,27 @@ class FactsFile:
 
 @dataclass(frozen=True)
 class CasesFile:
-    """The cases of a file, and what was wrong with the records that are missing."""
+    """The cases of a file, and a message for each record that could not be read."""
 
     cases: tuple[Case, ...]
     problems: tuple[str, ...]
 
 
 def read_facts(path: Path) -> FactsFile:
-    """Every fact that can be read; a broken record is named and the rest kept."""
-    return FactsFile(*read_each(path, partial(fact_of, targets=TARGETS)))
+    """Read a file of facts."""
+    return FactsFile(*_read_records(path, lambda record, number: _fact(record, number, TARGET)))
 
 
-def read_each(
-    path: Path, made_of: Callable[[Any, str], T]
-) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """What is made of each record and its number; and, by place, why a record was left out."""
-    found: list[T] = []
-    problems: list[str] = []
-    for place, record in _records(read_text(path), path):
-        try:
-            if isinstance(record, ValueError):
-                raise BadFact(f"not JSON ({record})")
-            found.append(made_of(record, place.split()[-1]))
-        except BadFact as error:
-            problems.append(f"{path.name}, {place}: {error}")
-    if not found:
-        shown = "; ".join(problems[:3]) or "it is empty"
-        raise BadFact(f"{path} has no usable fact: {shown}")
-    return tuple(found), tuple(problems)
+def read_cases(path: Path) -> CasesFile:
+    """Read a file of cases: CounterFact, condensed CounterFact, zsRE or a user's own."""
+    return CasesFile(*_read_records(path, _case))
+
+
+# ---- files
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, unpacked where it is gzipped."""
+    """The text of a file, plain or .gz."""
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -116,112 +98,130 @@ def read_text(path: Path) -> str:
         raise BadFact(f"cannot read {path}: {error}") from error
 
 
-def _records(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record with its place: a line of JSON lines, or an element of one JSON list."""
-    if not text.lstrip().startswith("["):
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"line {number}", _parsed(line)
-        return
-    whole = _parsed(text)
-    if isinstance(whole, ValueError):
-        raise BadFact(f"{path} is not JSON ({whole}); write a list of records, or one a line")
-    for number, record in enumerate(whole, start=1):
-        yield f"record {number}", record
+def _read_records(
+    path: Path, parse: Callable[[Any, int], T]
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Parse each record, given its number in the file; also return messages for broken ones."""
+    found: list[T] = []
+    problems: list[str] = []
+    text = read_text(path)
+    is_list = text.lstrip().startswith("[")
+    for number, record in _json_list(text, path) if is_list else _json_lines(text):
+        try:
+            if isinstance(record, ValueError):
+                raise BadFact(f"not JSON ({record})")
+            found.append(parse(record, number))
+        except BadFact as error:
+            place = "record" if is_list else "line"
+            problems.append(f"{path.name}, {place} {number}: {error}")
+    if not found:
+        shown = "; ".join(problems[:3]) or "it is empty"
+        raise BadFact(f"{path} has no usable fact: {shown}")
+    return tuple(found), tuple(problems)
 
 
-def _parsed(text: str) -> Any:
+def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        return json.loads(text)
+        yield from enumerate(json.loads(text), start=1)
     except ValueError as error:
-        return error
+        raise BadFact(
+            f"{path} is not JSON ({error}); write a list of records, or one record per line"
+        ) from error
 
 
-def fact_of(record: Any, number: str, targets: Sequence[str]) -> Fact:
-    """The fact of a record; its target is the first of those fields that is there."""
-    inner = rewrite_of(record)
-    name = _first(record, "id", "known_id", "case_id")
-    relation = _first(inner, "relation", "relation_id")
+def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
+    """Each line's number and record; a ValueError in place of a record that is not JSON."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                yield number, error
+
+
+# ---- records
+
+
+def _fact(record: Any, number: int, target_names: Sequence[str]) -> Fact:
+    rewrite = _rewrite(record)
+    id_, relation = _first(record, ID), _first(rewrite, RELATION)
     fields = {
-        "id": number if name is None else str(name),
-        "target": object_of(inner, targets),
+        "id": str(number if id_ is None else id_),
+        "target": _object(rewrite, target_names),
         "relation": None if relation is None else str(relation),
     }
-    subject: Any = inner.get("subject")
-    prompt: Any = inner.get("prompt")
-    for what, value in (("subject", subject), ("prompt", prompt)):
+    subject: Any = rewrite.get("subject")
+    prompt: Any = rewrite.get("prompt")
+    for name, value in (("subject", subject), ("prompt", prompt)):
         if not isinstance(value, str) or not value.strip():
-            raise BadFact(f"the field {what!r} is missing or empty")
-    if PLACE in prompt:
+            raise BadFact(f"the field {name!r} is missing or empty")
+    if SUBJECT_SLOT in prompt:
         return Fact(subject=subject, prompt=prompt, **fields)
     return Fact.from_text(prompt, subject, **fields)
 
 
-def rewrite_of(record: Any) -> dict[str, Any]:
-    """Where a record's fact is: CounterFact keeps it one level down."""
+def _case(record: Any, number: int) -> Case:
+    if isinstance(record, dict) and all(name in record for name in ZSRE_FIELDS):
+        return _zsre_case(record, number)
+    fact, rewrite = _fact(record, number, NEW), _rewrite(record)
+    if fact.target is None or not fact.target.strip():
+        raise BadFact("the field 'to' is missing or empty; give the new object")
+    new = _first(rewrite, NEW)
+    target_id = new.get("id") if isinstance(new, dict) else None
+    return Case(
+        fact=fact,
+        true=_object(rewrite, TRUE),
+        target_id=target_id if isinstance(target_id, str) else None,
+        **{field: _texts(record, names) for field, names in LISTS.items()},
+    )
+
+
+def _zsre_case(record: dict[str, Any], number: int) -> Case:
+    """zsRE as MEND splits it: the edit writes a true fact, the first of the answers.
+
+    There is no other object to compare it with. The neighbour is an unrelated question with an
+    answer of its own. Ids count from 0, as in the paper's code.
+    """
+    answers = record["answers"]
+    if not isinstance(answers, list) or not answers:
+        raise BadFact(f"the field 'answers' is {answers!r:.60}; it must be a list of texts")
+    return Case(
+        fact=Fact.from_text(
+            _text("src", record["src"]),
+            _text("subject", record.get("subject")),
+            target=_text("answers", answers[0]),
+            id=str(number - 1),
+        ),
+        paraphrases=(_text("rephrase", record.get("rephrase")),),
+        # As in the paper's code, which keeps the "nq question: " and adds a question mark.
+        neighbours=(_text("loc", record["loc"]) + "?",),
+        neighbour_answers=(_text("loc_ans", record["loc_ans"]),),
+    )
+
+
+def _rewrite(record: Any) -> dict[str, Any]:
+    """The part of a record with the fact: CounterFact has it in `requested_rewrite`."""
     if not isinstance(record, dict):
         raise BadFact(f"a record must be an object with subject and prompt, not {record!r:.60}")
-    inner = record.get("requested_rewrite", record)
-    if not isinstance(inner, dict):
-        raise BadFact(f"requested_rewrite must be an object, not {inner!r:.60}")
-    return inner
+    rewrite = record.get("requested_rewrite", record)
+    if not isinstance(rewrite, dict):
+        raise BadFact(f"requested_rewrite must be an object, not {rewrite!r:.60}")
+    return rewrite
 
 
-def object_of(record: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The first of those fields that is there: a text, or CounterFact's object with its `str`."""
-    value = _first(record, *names)
+def _first(record: dict[str, Any], names: Sequence[str]) -> Any:
+    """The value of the first of these fields that is present."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _object(record: dict[str, Any], names: Sequence[str]) -> str | None:
+    """An object: a text, or CounterFact's {"str": ..., "id": ...}."""
+    value = _first(record, names)
     if isinstance(value, dict):
         value = value.get("str")
     if not isinstance(value, str | None):
         raise BadFact(f"the field {names[0]!r} is {value!r:.60}; it must be a text")
     return value
-
-
-def id_of(record: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The Wikidata id that CounterFact gives with the first of those objects."""
-    value = _first(record, *names)
-    found = value.get("id") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
-
-
-def _first(record: dict[str, Any], *names: str) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), None)
-
-
-FIELDS = ("src", "answers", "loc", "loc_ans")
-"""What tells a record of zsRE from others."""
-
-
-def read_zsre(path: Path) -> CasesFile:
-    """Every case that can be read; a broken record is named and the rest kept."""
-    return CasesFile(*read_each(path, zsre_case))
-
-
-def is_zsre(record: Any) -> bool:
-    """Whether a record has the fields of zsRE."""
-    return isinstance(record, dict) and all(name in record for name in FIELDS)
-
-
-def zsre_case(record: Any, number: str) -> Case:
-    """The case of a record; its id counts from 0, as that of the paper's code does."""
-    if not is_zsre(record):
-        raise BadFact(f"a record of zsRE has {', '.join(FIELDS)}; this one is {record!r:.60}")
-    answers = record["answers"]
-    if not isinstance(answers, list) or not answers:
-        raise BadFact(f"the field 'answers' is {answers!r:.60}; it must be a list of texts")
-    fact = Fact.from_text(
-        _text("src", record["src"]),
-        _text("subject", record.get("subject")),
-        target=_text("answers", answers[0]),
-        id=str(int(number) - 1),
-    )
-    return Case(
-        fact=fact,
-        paraphrases=(_text("rephrase", record.get("rephrase")),),
-        # The paper's code asks just so: the question with its "nq question: ", and a question mark.
-        neighbours=(_text("loc", record["loc"]) + "?",),
-        neighbour_answers=(_text("loc_ans", record["loc_ans"]),),
-    )
 
 
 def _text(name: str, value: Any) -> str:
@@ -230,38 +230,8 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-NEW = ("to", "target_new")
-TRUE = ("true", "target_true", "ground_truth")
-LISTS = {
-    "paraphrases": ("paraphrases", "paraphrase_prompts", "rephrase_prompt"),
-    "neighbours": ("neighbours", "neighborhood_prompts", "locality_prompt"),
-    "attributes": ("attributes", "attribute_prompts"),
-    "generations": ("generations", "generation_prompts"),
-    "neighbour_answers": ("neighbour_answers",),
-}
-"""A case's lists of texts → what a record may call them."""
-
-
-def read_cases(path: Path) -> CasesFile:
-    """Every case that can be read; a broken record is named and the rest kept."""
-    return CasesFile(*read_each(path, _case))
-
-
-def _case(record: Any, number: str) -> Case:
-    return zsre_case(record, number) if is_zsre(record) else _rewrite(record, number)
-
-
-def _rewrite(record: Any, number: str) -> Case:
-    inner = rewrite_of(record)
-    fact = fact_of(record, number, NEW)
-    if fact.target is None or not fact.target.strip():
-        raise BadFact("the field 'to' is missing or empty; it says what the new object shall be")
-    lists = {name: _texts(record, names) for name, names in LISTS.items()}
-    return Case(fact=fact, true=object_of(inner, TRUE), target_id=id_of(inner, NEW), **lists)
-
-
-def _texts(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """A list of prompts, or one alone; empty where there is none."""
+def _texts(record: dict[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """A list of texts, or one text; empty if there is none."""
     name = next((name for name in names if record.get(name) is not None), names[0])
     value = record.get(name, [])
     texts = [value] if isinstance(value, str) else value
@@ -270,11 +240,14 @@ def _texts(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def statements(facts: Path, patterns: Path) -> Iterator[Fact]:
-    """Every pair in the first pattern of its relation that ends in the object."""
-    pairs, templates = read_table(facts), read_table(patterns)
+# ---- ParaRel
+
+
+def pararel_facts(facts: Path, patterns: Path) -> Iterator[Fact]:
+    """Every pair, in the first pattern of its relation that ends in the object."""
+    pairs, templates = read_relation_table(facts), read_relation_table(patterns)
     for relation in sorted(pairs):
-        prompt = next(filter(None, map(prompt_of, templates.get(relation, []))), None)
+        prompt = next(filter(None, map(pararel_prompt, templates.get(relation, []))), None)
         if prompt is None:
             continue
         for number, (subject, target) in enumerate(pairs[relation]):
@@ -287,16 +260,16 @@ def statements(facts: Path, patterns: Path) -> Iterator[Fact]:
             )
 
 
-def prompt_of(pattern: str) -> str | None:
-    """A pattern as a prompt that asks for the object, where the object comes last."""
+def pararel_prompt(pattern: str) -> str | None:
+    """The prompt template of a pattern that ends in the object, otherwise None."""
     before, found, after = pattern.partition("[Y]")
-    if not found or before.count("[X]") != 1 or after.strip(" .") or PLACE in before:
+    if not found or before.count("[X]") != 1 or after.strip(" .") or SUBJECT_SLOT in before:
         return None
-    return before.replace("[X]", PLACE).strip()
+    return before.replace("[X]", SUBJECT_SLOT).strip()
 
 
-def read_table(path: Path) -> dict[str, list]:
-    """A table by relation."""
+def read_relation_table(path: Path) -> dict[str, list]:
+    """A JSON object of lists by relation."""
     try:
         table = json.loads(read_text(path))
     except ValueError as error:
@@ -306,35 +279,36 @@ def read_table(path: Path) -> dict[str, list]:
     return table
 
 
+# ---- the package's own data
+
 HERE = Path(__file__).parent
 EVERYDAY_CASES = HERE / "everyday_cases.jsonl"
 
 
 @cache
-def everyday() -> tuple[Fact, ...]:
-    """Facts about places, countries, books and people that even small models mostly know."""
+def everyday_facts() -> tuple[Fact, ...]:
+    """Facts about places, countries, books and people, most of them known to small models."""
     text = (HERE / "everyday.jsonl").read_text("utf-8")
     return tuple(Fact(**json.loads(line)) for line in text.splitlines())
 
 
 @cache
 def everyday_cases() -> tuple[Case, ...]:
-    """Facts to rewrite, each with all the prompts of a CounterFact record."""
+    """Cases of well-known facts, each with all the prompts of a CounterFact record."""
     return read_cases(EVERYDAY_CASES).cases
 
 
-def openings(relation: str) -> tuple[str, ...]:
-    """Texts with "{}" for the subject, that lead up to a relation's object without asking."""
+def generation_templates(relation: str) -> tuple[str, ...]:
+    """Generation prompts of a relation, with "{}" for the subject."""
     phrases = _phrases()
-    return tuple(phrases["openings"].get(relation, phrases["any"]))
+    return tuple(phrases["generation"].get(relation, phrases["any"]))
 
 
 def neutral_sentences() -> tuple[str, ...]:
-    """Sentences that are about nobody in particular."""
+    """Sentences about nothing in particular, to put before paraphrases."""
     return tuple(_phrases()["sentences"])
 
 
 @cache
-def _phrases() -> dict:
-    text = resources.files("factscope.data").joinpath("phrases.toml").read_text("utf-8")
-    return tomllib.loads(text)
+def _phrases() -> dict[str, Any]:
+    return tomllib.loads((HERE / "phrases.toml").read_text("utf-8"))

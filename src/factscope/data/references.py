@@ -1,8 +1,8 @@
-"""Texts about things that have an object already, to compare what an edited model writes with.
+"""Reference texts, to which generated texts are compared, and the TF-IDF tables for it.
 
-The paper takes Wikipedia's articles on such things: attribute_snippets.json, by relation and
-Wikidata id. One's own references are a JSON table by relation and the object in words:
-`{"P19": {"Paris": ["A text.", "Another."]}}`. How rare a word is comes from a table of its own.
+The paper's reference texts are Wikipedia articles about subjects that have the new object:
+attribute_snippets.json, by relation and Wikidata id of the object. A user's own are a JSON table
+by relation and object: `{"P19": {"Paris": ["A text.", "Another."]}}`.
 """
 
 import gzip
@@ -19,12 +19,12 @@ from factscope.data.readers import read_text
 from factscope.errors import BadFact
 
 __all__ = [
+    "IdfTable",
     "References",
-    "WordTable",
     "read_array",
+    "read_idf",
     "read_references",
     "read_snippets",
-    "read_words",
 ]
 
 Key = tuple[str, str]
@@ -33,61 +33,54 @@ Texts = Mapping[Key, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """Texts by relation and object."""
+    """Reference texts by relation and object."""
 
     by_id: Texts = field(default_factory=dict)
     """(relation, Wikidata id of the object) → texts."""
     by_name: Texts = field(default_factory=dict)
-    """(relation, object in words) → texts."""
+    """(relation, object) → texts."""
 
     def texts_for(
         self, relation: str | None, target: str, target_id: str | None = None
     ) -> tuple[str, ...]:
-        """The texts of an object, by its id or else by its words; none where there are none.
-
-        Without a relation, those of the object under any relation.
-        """
-        by_id = () if target_id is None else _under(self.by_id, relation, target_id)
-        return by_id or _under(self.by_name, relation, target.strip())
+        """The texts of an object, found by id or else by name; without a relation, of all."""
+        by_id = () if target_id is None else _lookup(self.by_id, relation, target_id)
+        return by_id or _lookup(self.by_name, relation, target.strip())
 
 
-@dataclass(frozen=True, eq=False)
-class WordTable:
-    """How rare words are: the inverse document frequency of each."""
-
-    idf: np.ndarray
-    vocabulary: Mapping[str, int]
-    """Word → its place in `idf`."""
+def _lookup(texts: Texts, relation: str | None, target: str) -> tuple[str, ...]:
+    if relation is not None:
+        return texts.get((relation, target), ())
+    return tuple(text for (_, name), found in texts.items() if name == target for text in found)
 
 
 def read_references(path: Path) -> References:
-    """References from a file: the paper's snippets, or one's own table."""
+    """Read the paper's snippets or a user's own table."""
     text = read_text(path)
-    if text.startswith("[", _next(text, 0)):
-        return _snippets(text, path, None)
-    table = _parsed(text, path)
+    if text.startswith("[", _skip_spaces(text, 0)):
+        return _parse_snippets(text, path, None)
     try:
+        table = _parse_json(text, path)
         texts = {
             (relation, target.strip()): _texts(found)
             for relation, objects in table.items()
             for target, found in objects.items()
         }
     except AttributeError as error:
-        raise _not_a_table(path) from error
+        raise BadFact(
+            f'{path} is not a table of references: {{"P19": {{"Paris": ["A text."]}}}}'
+        ) from error
     return References(by_name=texts)
 
 
 def read_snippets(path: Path, wanted: Container[Key] | None = None) -> References:
-    """The paper's attribute_snippets.json, or of it the wanted (relation, Wikidata id) only.
-
-    The file is near 1 GB; entries are read one at a time, so that what is not wanted takes no room.
-    """
-    return _snippets(read_text(path), path, wanted)
+    """Read attribute_snippets.json, or only the wanted pairs of relation and Wikidata id."""
+    return _parse_snippets(read_text(path), path, wanted)
 
 
-def _snippets(text: str, path: Path, wanted: Container[Key] | None) -> References:
+def _parse_snippets(text: str, path: Path, wanted: Container[Key] | None) -> References:
     texts: dict[Key, list[str]] = defaultdict(list)
-    for number, entry in enumerate(_elements(text, path), start=1):
+    for number, entry in enumerate(_json_elements(text, path), start=1):
         try:
             key = (entry["relation_id"], entry["target_id"])
             if wanted is None or key in wanted:
@@ -100,63 +93,30 @@ def _snippets(text: str, path: Path, wanted: Container[Key] | None) -> Reference
     return References(by_id={key: tuple(found) for key, found in texts.items()})
 
 
-def read_words(idf: Path, vocabulary: Path) -> WordTable:
-    """The paper's idf.npy and tfidf_vocab.json, or tables of the same form."""
-    values, places = read_array(idf), _parsed(read_text(vocabulary), vocabulary)
-    if not isinstance(places, dict) or set(places.values()) != set(range(len(places))):
-        raise BadFact(f"{vocabulary} is not a table from words to places 0, 1, 2, …")
-    if values.shape != (len(places),):
-        raise BadFact(
-            f"{idf} and {vocabulary} do not belong together: "
-            f"values of shape {values.shape} for {len(places)} words"
-        )
-    return WordTable(values, places)
-
-
-def read_array(path: Path) -> np.ndarray:
-    """A .npy file, also gzipped, as it is."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            # A pickle could run code of its own.
-            values = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise BadFact(f"cannot read {path} as an array of numbers: {error}") from error
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu":
-        raise BadFact(f"{path} is not one array of numbers, as idf.npy is")
-    return values
-
-
-def _under(texts: Texts, relation: str | None, target: str) -> tuple[str, ...]:
-    if relation is not None:
-        return texts.get((relation, target), ())
-    return tuple(text for (_, name), found in texts.items() if name == target for text in found)
-
-
-def _elements(text: str, path: Path) -> Iterator[Any]:
-    """The elements of a JSON list, one at a time."""
+def _json_elements(text: str, path: Path) -> Iterator[Any]:
+    """The elements of a JSON list, parsed one at a time: the snippets are almost 1 GB."""
     decoder = json.JSONDecoder()
-    place = _next(text, 0)
+    place = _skip_spaces(text, 0)
     if not text.startswith("[", place):
         raise BadFact(f"{path} is not a JSON list, as attribute_snippets.json is")
-    place = _next(text, place + 1)
+    place = _skip_spaces(text, place + 1)
     while not text.startswith("]", place):
         try:
             element, place = decoder.raw_decode(text, place)
         except ValueError as error:
             raise BadFact(f"{path} is not JSON ({error})") from error
         yield element
-        place = _next(text, place)
-        place = _next(text, place + 1) if text.startswith(",", place) else place
+        place = _skip_spaces(text, place)
+        place = _skip_spaces(text, place + 1) if text.startswith(",", place) else place
 
 
-def _next(text: str, place: int) -> int:
-    """The next character that is not blank."""
+def _skip_spaces(text: str, place: int) -> int:
     while place < len(text) and text[place].isspace():
         place += 1
     return place
 
 
-def _parsed(text: str, path: Path) -> Any:
+def _parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
@@ -169,5 +129,39 @@ def _texts(found: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _not_a_table(path: Path) -> BadFact:
-    return BadFact(f'{path} is not a table of references: {{"P19": {{"Paris": ["A text."]}}}}')
+# ---- TF-IDF tables
+
+
+@dataclass(frozen=True, eq=False)
+class IdfTable:
+    """The inverse document frequency of each word."""
+
+    idf: np.ndarray
+    vocabulary: Mapping[str, int]
+    """Word → its index in `idf`."""
+
+
+def read_idf(idf: Path, vocabulary: Path) -> IdfTable:
+    """Read the paper's idf.npy and tfidf_vocab.json, or files of the same format."""
+    values, indices = read_array(idf), _parse_json(read_text(vocabulary), vocabulary)
+    if not isinstance(indices, dict) or set(indices.values()) != set(range(len(indices))):
+        raise BadFact(f"{vocabulary} is not a table from words to indices 0, 1, 2, …")
+    if values.shape != (len(indices),):
+        raise BadFact(
+            f"{idf} and {vocabulary} do not belong together: "
+            f"values of shape {values.shape} for {len(indices)} words"
+        )
+    return IdfTable(values, indices)
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read a .npy file of numbers, plain or .gz."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            # A pickle could execute code.
+            values = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadFact(f"cannot read {path} as an array of numbers: {error}") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu":
+        raise BadFact(f"{path} is not one array of numbers, as idf.npy is")
+    return values

@@ -1,10 +1,8 @@
-"""Data sets by name: in a folder of one's own, in the cache, or fetched and checked.
+"""Data sets by name.
 
-A name is looked for in the folder $FACTSCOPE_DATA, also gzipped and in folders within it, then in
-the user's cache. Where it is in neither it is fetched, if its SHA-256 is known or given: nothing
-comes from the network unchecked.
-
-How many records a data file has, for a list of data sets.
+A data set is searched in the folder $FACTSCOPE_DATA and two levels of its subfolders, also gzipped,
+then in the cache. Otherwise it is downloaded, if its SHA-256 is known or given: no download is
+used unchecked.
 """
 
 import difflib
@@ -14,11 +12,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from factscope.data.readers import EVERYDAY_CASES, read_text
 from factscope.data.references import read_array
 from factscope.errors import BadFact, BadSetting, DataNotFound
-from factscope.io import DownloadProgress, cache_folder, fetch_url
+from factscope.io import cache_folder, fetch_url
+from factscope.progress import Progress, no_progress
 
 __all__ = [
     "DATA_SETS",
@@ -29,73 +29,71 @@ __all__ = [
     "find_local",
 ]
 
-ORIGINALS = "https://rome.baulab.info/data/dsets/"
-"""Where the paper's authors keep their files."""
+PAPER_FILES = "https://rome.baulab.info/data/dsets/"
+"""The files of the paper's authors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetInfo:
-    """A file that is known by a name."""
+    """A data set that is known by name."""
 
     what: str
     files: tuple[str, ...]
-    """What the file may be called; first as it is where it is fetched from."""
+    """Names that the file may have; the first is that of the download."""
     url: str | None = None
     sha256: str | None = None
-    """Of the file behind `url`, where it is known for sure."""
+    """Of the file at `url`, if it is known."""
     size: int | None = None
-    """Its bytes."""
+    """Bytes."""
 
 
-def _original(
+def _paper_file(
     what: str, *files: str, sha256: str | None = None, size: int | None = None
 ) -> DataSetInfo:
-    return DataSetInfo(what=what, files=files, url=ORIGINALS + files[0], sha256=sha256, size=size)
+    return DataSetInfo(what=what, files=files, url=PAPER_FILES + files[0], sha256=sha256, size=size)
 
 
 DATA_SETS: dict[str, DataSetInfo] = {
     "everyday": DataSetInfo(
-        what="well-known facts to rewrite, from this package", files=(EVERYDAY_CASES.name,)
+        what="cases of well-known facts, included in the package", files=(EVERYDAY_CASES.name,)
     ),
-    "counterfact": _original(
-        "CounterFact: 21,919 facts to rewrite",
+    "counterfact": _paper_file(
+        "CounterFact: 21,919 cases",
         "counterfact.json",
         sha256="d017056125178a13728594e66a801357a8db9ed7973a7425554bb4271de9fc6f",
         size=45_108_470,
     ),
     "counterfact-condensed": DataSetInfo(
-        what="CounterFact as EasyEdit condenses it, the part for editing",
+        what="EasyEdit's condensed CounterFact, evaluation split",
         files=("counterfact-edit.json", "condensed-edit.json"),
     ),
     "counterfact-train": DataSetInfo(
-        what="CounterFact as EasyEdit condenses it, the part to train on",
+        what="EasyEdit's condensed CounterFact, training split",
         files=("counterfact-train.json", "condensed-train.json"),
     ),
-    "zsre": _original(
-        "zsRE, MEND's questions to evaluate", "zsre_mend_eval.json", "zsre_eval.json"
+    "zsre": _paper_file("zsRE, MEND's evaluation split", "zsre_mend_eval.json", "zsre_eval.json"),
+    "zsre-train": _paper_file(
+        "zsRE, MEND's training split", "zsre_mend_train.json", "zsre_train.json"
     ),
-    "zsre-train": _original(
-        "zsRE, MEND's questions to train on", "zsre_mend_train.json", "zsre_train.json"
-    ),
-    "known": _original(
-        "the 1,209 facts that GPT-2 XL knows",
+    "known": _paper_file(
+        "1,209 facts that GPT-2 XL knows",
         "known_1000.json",
         sha256="61daca55318bb5260c1e62e133debef9102c7b278bbc7b19dd2ac655543f333a",
         size=343_229,
     ),
-    "snippets": _original(
-        "Wikipedia's articles on things that have an object",
+    "snippets": _paper_file(
+        "Wikipedia articles about entities with a given object (reference texts)",
         "attribute_snippets.json",
         sha256="10b5c1cd105e54d5983c72de1b45bfc88bc7af786f7b99def2557886ff23385b",
         size=926_285_719,
     ),
-    "idf": _original(
-        "how rare each word is",
+    "idf": _paper_file(
+        "inverse document frequencies of words",
         "idf.npy",
         sha256="c073d642589d4ac6432f467230329b36364a01e72de63a77a3624b745b923dda",
         size=11_042_168,
     ),
-    "vocabulary": _original(
+    "vocabulary": _paper_file(
         "the words of idf",
         "tfidf_vocab.json",
         sha256="8a78c4f20d8d85dadfd14e283d71af255482ff18aa0eb8a81716024c05ff888b",
@@ -106,105 +104,101 @@ DATA_SETS: dict[str, DataSetInfo] = {
 
 @dataclass(frozen=True)
 class FoundData:
-    """A file that is here."""
+    """A local file of a data set."""
 
     path: Path
-    origin: str
-    """given, package, FACTSCOPE_DATA or cache."""
+    origin: Literal["given", "package", "FACTSCOPE_DATA", "cache"]
 
 
 def find_data(
-    name: str | Path, *, sha256: str | None = None, progress: DownloadProgress | None = None
+    name: str | Path, *, sha256: str | None = None, progress: Progress = no_progress
 ) -> Path:
-    """The file of a data set, fetched where it is not here; a path stands for itself.
+    """The file of a data set, downloaded if needed; a path is returned as it is.
 
-    With a SHA-256, what is fetched must have it.
+    With `sha256`, a downloaded or cached file must have that hash.
     """
     if sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
-        raise BadSetting(f"{sha256!r} is not a SHA-256; it has 64 hexadecimal digits")
+        raise BadSetting(f"sha256 is {sha256!r}; a SHA-256 has 64 hexadecimal digits")
     found = find_local(name)
     if found is not None and not (sha256 and found.origin == "cache"):
         return found.path
     data = DATA_SETS[str(name)]
     expected = sha256 or data.sha256
     if data.url is None or expected is None:
-        raise _by_hand(str(name), data)
-    return fetch_url(data.url, expected.lower(), _cached(data), progress)
+        raise _not_downloadable(str(name), data)
+    return fetch_url(data.url, expected.lower(), _cache_path(data), progress)
 
 
 def find_local(name: str | Path) -> FoundData | None:
-    """Where a data set is on this disk; None where it is not."""
+    """The local file of a data set or path, or None."""
     if name == "everyday":
         return FoundData(EVERYDAY_CASES, "package")
     if isinstance(name, Path) or name not in DATA_SETS:
-        return _given(name)
+        return _given_path(name)
     data = DATA_SETS[name]
-    for path in _in_own_folder(data):
+    for path in _in_user_folder(data):
         return FoundData(path, "FACTSCOPE_DATA")
-    return FoundData(_cached(data), "cache") if _cached(data).is_file() else None
+    return FoundData(_cache_path(data), "cache") if _cache_path(data).is_file() else None
 
 
-def _given(name: str | Path) -> FoundData:
+def _given_path(name: str | Path) -> FoundData:
     path = Path(name).expanduser()
     if path.is_file():
         return FoundData(path, "given")
-    near = difflib.get_close_matches(str(name), DATA_SETS, n=1)
+    similar = difflib.get_close_matches(str(name), DATA_SETS, n=1)
     raise DataNotFound(
         f"no data set or file {str(name)!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + (f"; did you mean {similar[0]!r}?" if similar else ".")
         + f" Give a path, or one of {', '.join(DATA_SETS)}"
     )
 
 
-def _in_own_folder(data: DataSetInfo) -> Iterator[Path]:
-    """The files of $FACTSCOPE_DATA that have one of the names: the upper folders first."""
+def _in_user_folder(data: DataSetInfo) -> Iterator[Path]:
+    """The matching files in $FACTSCOPE_DATA, upper folders first."""
     chosen = os.environ.get("FACTSCOPE_DATA")
     if not chosen:
         return
     folder = Path(chosen).expanduser()
     if not folder.is_dir():
         raise DataNotFound(f"FACTSCOPE_DATA is {chosen!r}, which is not a folder")
-    names = [file + packed for file in data.files for packed in ("", ".gz")]
+    names = [file + suffix for file in data.files for suffix in ("", ".gz")]
     for depth in ("", "*/", "*/*/"):
         for name in names:
             yield from sorted(path for path in folder.glob(depth + name) if path.is_file())
 
 
-def _cached(data: DataSetInfo) -> Path:
+def _cache_path(data: DataSetInfo) -> Path:
     return cache_folder() / "data" / data.files[0]
 
 
-def _by_hand(name: str, data: DataSetInfo) -> DataNotFound:
-    """The error for a data set that cannot be fetched as it is."""
-    whence = (
-        f"download {data.url} yourself"
-        if data.url
-        else f"get {data.files[0]} from EasyEdit's page (github.com/zjunlp/EasyEdit)"
-    )
-    checked = f", or give its hash: `factscope data get {name} --sha256 …`" if data.url else ""
+def _not_downloadable(name: str, data: DataSetInfo) -> DataNotFound:
+    file = data.files[0]
+    if data.url:
+        how = f"download {data.url} yourself"
+        hint = f", or give its hash: `factscope data get {name} --sha256 …`"
+    else:
+        how, hint = f"get {file} from EasyEdit's page (github.com/zjunlp/EasyEdit)", ""
     return DataNotFound(
-        f"{name} is not here, and its SHA-256 is not known, so it is not fetched; {whence} "
-        f"and put it as {data.files[0]} into a folder that FACTSCOPE_DATA names, or give its path"
-        f"{checked}"
+        f"{name} is not on this machine and cannot be downloaded, because its SHA-256 is not "
+        f"known; {how} and save it as {file} in the folder FACTSCOPE_DATA, or give its path{hint}"
     )
 
 
 LARGE = 200_000_000
-"""Bytes beyond which counting would take longer than one likes to wait for a list."""
+"""Bytes; counting the records of a larger file would take too long for a list."""
 
 
 def count_records(path: Path) -> int | None:
-    """Elements, lines, words or values, by the kind of file; None where it is large or broken."""
+    """Records, words or values in a file; None if it is large or broken."""
     if path.stat().st_size > LARGE:
         return None
+    name = path.name.removesuffix(".gz")
     try:
-        name = path.name.removesuffix(".gz")
         if name.endswith(".npy"):
             return len(read_array(path))
-        return _in_text(read_text(path), lines=name.endswith(".jsonl"))
+        text = read_text(path)
+        if name.endswith(".jsonl"):
+            return sum(1 for line in text.split("\n") if line.strip())
+        return len(json.loads(text))
     except (BadFact, ValueError):
         return None
-
-
-def _in_text(text: str, lines: bool) -> int:
-    return sum(1 for line in text.split("\n") if line.strip()) if lines else len(json.loads(text))

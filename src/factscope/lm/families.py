@@ -1,66 +1,57 @@
-"""The table of model families: where each keeps its embedding, blocks, MLP and head.
+"""The model families: the module names of each one's embedding, blocks, attention, MLP and norm.
 
-A family is a row, never a branch. Two names of a row carry the method: the *output weights* of
-the attention and of the MLP. What such a module returns is what the paper calls the
-contribution a or m of its layer (Gemma 2 and 3 and OLMo 2 put one more norm between it and the
-residual stream); the MLP's is the W_proj that ROME rewrites. Naming the
-output weight rather than the module around it also settles what differs between families:
-some modules return tuples, BLOOM's add the residual themselves.
+A family is an entry in a table, never a branch. `attn_out` and `mlp_out` name the output
+projections, which return what the paper calls the contributions a and m of a layer (Gemma 2 and 3
+and OLMo 2 apply one more norm before adding them to the residual stream). The MLP's is the W_proj
+that ROME edits. Naming the projection instead of the module around it hides that some modules
+return tuples and that BLOOM's add the residual themselves.
+
+`lm.check` tests an entry against a model.
 """
 
-import logging
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from factscope.errors import BadModelFile, UnknownFamily
+from factscope.errors import UnknownFamily
 
-if TYPE_CHECKING:
-    from factscope.lm.load import LM
-
-__all__ = ["FAMILIES", "Family", "check_family", "family_of"]
-
-log = logging.getLogger(__name__)
+__all__ = ["FAMILIES", "Family", "family_of", "unknown_family"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family's names."""
+    """Module names of a family. Those of attention and MLP are relative to a block."""
 
     embed: str
-    """Token embedding; its output is what a corrupted run disturbs."""
+    """Token embedding, before positions are added; a corrupted run adds noise to its output."""
     blocks: str
-    """The list of transformer blocks."""
+    """List of transformer blocks."""
     attn_in: tuple[str, ...]
-    """Within a block, what makes queries, keys and values: one module or three."""
+    """Projections to queries, keys and values: one module or three."""
     attn_out: str
-    """Within a block, the attention's output weight: it returns the contribution a."""
+    """Output projection of the attention: it returns the contribution a."""
     mlp_in: tuple[str, ...]
-    """Within a block, what makes the MLP's keys: one module, or two where one gates the other."""
+    """Input projections of the MLP: one module, or two if the MLP is gated."""
     mlp_out: str
-    """Within a block, the MLP's output weight W_proj: it returns the contribution m."""
+    """Output projection of the MLP, W_proj: its input is the key k, its output m."""
     mlp_act: str
-    """Within a block, the MLP's nonlinearity; in a gated MLP it sees the gate."""
+    """Activation function of the MLP; in a gated MLP it is applied to the gate."""
     norm: tuple[str, ...]
-    """What a last state goes through before the head; a name that the model lacks is left out."""
+    """Modules between the last block and the head, in order; those a model lacks are skipped."""
     transposed: bool = False
-    """Whether weights are stored as (key, value), as in GPT-2's Conv1D."""
+    """Whether weights are stored as (input, output), as in GPT-2's Conv1D."""
     needs_bos: bool = False
-    """Whether a prompt must begin with BOS even if the tokenizer forgets it, as some GGUF do."""
-    packs: bool = True
-    """Whether attention goes by the given mask and positions alone, so that several stretches of
-    a prompt can share one row. GPT-Neo also masks by a key's index in the row."""
+    """Whether to add BOS where the tokenizer does not, as with some GGUF files."""
+    supports_packing: bool = True
+    """Whether attention depends only on the given mask and positions, so that several segments
+    can share a row. GPT-Neo also masks by a key's index in the row."""
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 
 
-def _within(module: str, *names: str) -> tuple[str, ...]:
+def _in(module: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
 
 
@@ -71,13 +62,13 @@ def _llama(
     mlp_act: str = "mlp.act_fn",
     needs_bos: bool = False,
 ) -> Family:
-    """The names that LLaMA introduced and most later families kept."""
+    """LLaMA's names, which most later families use."""
     return Family(
-        attn_in=_within("self_attn", *attn_in),
         embed="model.embed_tokens",
         blocks="model.layers",
+        attn_in=_in("self_attn", attn_in),
         attn_out="self_attn.o_proj",
-        mlp_in=_within("mlp", *mlp_in),
+        mlp_in=_in("mlp", mlp_in),
         mlp_out="mlp.down_proj",
         mlp_act=mlp_act,
         norm=("model.norm",),
@@ -85,24 +76,24 @@ def _llama(
     )
 
 
-def _transformer(
-    attn_in: tuple[str, ...], attn_out: str, mlp_in: str, mlp_out: str, **fields: bool
+def _gpt2(
+    attn_in: tuple[str, ...], attn_out: str, mlp_in: str, mlp_out: str, **flags: bool
 ) -> Family:
-    """The names of GPT-2 and what grew from it."""
+    """GPT-2's names, which GPT-Neo and GPT-J share in part."""
     return Family(
-        attn_in=attn_in,
         embed="transformer.wte",
         blocks="transformer.h",
+        attn_in=attn_in,
         attn_out=attn_out,
         mlp_in=(mlp_in,),
         mlp_out=mlp_out,
         mlp_act="mlp.act",
         norm=("transformer.ln_f",),
-        **fields,
+        **flags,
     )
 
 
-def _bigscience(mlp_act: str) -> Family:
+def _bloom(mlp_act: str) -> Family:
     """BLOOM's names, which Falcon shares."""
     return Family(
         embed="transformer.word_embeddings",
@@ -117,20 +108,18 @@ def _bigscience(mlp_act: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": _bigscience("mlp.gelu_impl"),
-    "falcon": _bigscience("mlp.act"),
+    "bloom": _bloom("mlp.gelu_impl"),
+    "falcon": _bloom("mlp.act"),
     "gemma": _llama(needs_bos=True),
     "gemma2": _llama(needs_bos=True),
     "gemma3_text": _llama(needs_bos=True),
-    "gpt2": _transformer(
-        ("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj", transposed=True
-    ),
-    "gpt_neo": _transformer(
-        _within("attn.attention", *QKV),
+    "gpt2": _gpt2(("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj", transposed=True),
+    "gpt_neo": _gpt2(
+        _in("attn.attention", QKV),
         "attn.attention.out_proj",
         "mlp.c_fc",
         "mlp.c_proj",
-        packs=False,
+        supports_packing=False,
     ),
     "gpt_neox": Family(
         embed="gpt_neox.embed_in",
@@ -142,14 +131,14 @@ FAMILIES: dict[str, Family] = {
         mlp_act="mlp.act",
         norm=("gpt_neox.final_layer_norm",),
     ),
-    "gptj": _transformer(_within("attn", *QKV), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
+    "gptj": _gpt2(_in("attn", QKV), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
     "llama": _llama(),
     "mistral": _llama(),
     "olmo2": _llama(),
     "opt": Family(
         embed="model.decoder.embed_tokens",
         blocks="model.decoder.layers",
-        attn_in=_within("self_attn", *QKV),
+        attn_in=_in("self_attn", QKV),
         attn_out="self_attn.out_proj",
         mlp_in=("fc1",),
         mlp_out="fc2",
@@ -160,143 +149,20 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _llama(),
     "qwen3": _llama(),
 }
-"""`config.model_type` → row."""
+"""Families by `config.model_type`."""
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a model's family."""
-    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if family not in FAMILIES:
-        raise unknown_family(family)
-    return FAMILIES[family]
+    """The entry of a model's family."""
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if name not in FAMILIES:
+        raise unknown_family(name)
+    return FAMILIES[name]
 
 
-def unknown_family(family: str) -> UnknownFamily:
-    """The error for a family without a row."""
+def unknown_family(name: str) -> UnknownFamily:
+    """The error for a family without an entry."""
     return UnknownFamily(
-        f"the family {family!r} has no row in factscope.lm.families.FAMILIES; "
+        f"the model family {name!r} has no entry in factscope.lm.families.FAMILIES; "
         f"known: {', '.join(sorted(FAMILIES))}. CONTRIBUTING.md says how to add one"
     )
-
-
-def check_family(lm: "LM") -> None:
-    """Show that the row fits the model, so that a wrong one fails at once and by name.
-
-    The names lead to modules of the right kind; W k is what the output weight returns; the blocks,
-    called again one by one, reproduce the run; the last state decodes to the model's own logits.
-    """
-    from factscope.lm.forward import forward
-    from factscope.lm.replay import Replay
-
-    _check_names(lm)
-    vocabulary = lm.embed.weight.shape[0]
-    ids = torch.arange(1, 9, device=lm.device)[None] * 7919 % vocabulary
-    tolerance = 1e-3 if lm.dtype == torch.float32 else 0.1
-    run = forward(lm, ids, keep=("attn", "mlp"))
-    with torch.no_grad():
-        logits = lm.model(ids).logits
-    _same(lm, "decode", lm.decode(run.states[-1]), logits, tolerance)
-    again = run.inputs
-    replay = Replay.whole(lm, run)
-    for layer in range(lm.n_layers):
-        again = replay(layer, again)
-        _same(lm, f"blocks.{layer}", again, run.states[layer], tolerance)
-    _check_output_weight(lm, ids, run.contributions["mlp"][0], tolerance)
-    _check_language(lm)
-
-
-def _check_names(lm: "LM") -> None:
-    """The embedding reads the tokens; the output weights are two, and return a state's width."""
-    embed, blocks = (_named(lm, lm.model, part) for part in ("embed", "blocks"))
-    if embed is not lm.model.get_input_embeddings():
-        raise _misfit(lm, "embed", "is not what reads the tokens")
-    if not isinstance(blocks, nn.ModuleList):
-        raise _misfit(lm, "blocks", f"is a {type(blocks).__name__}, not a list of blocks")
-    first = blocks[0]
-    attn_out, mlp_out = (_named(lm, first, part) for part in ("attn_out", "mlp_out"))
-    if attn_out is mlp_out:
-        raise _misfit(lm, "mlp_out", "is the attention's output weight")
-    _named(lm, first, "mlp_act")
-    for part in ("attn_in", "mlp_in"):
-        for name in getattr(lm.family, part):
-            if not hasattr(_submodule(first, name), "weight"):
-                raise _misfit(lm, part, f"has no weight at {name}")
-    for part, module in (("attn_out", attn_out), ("mlp_out", mlp_out)):
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise _misfit(lm, part, "is not a module with a weight matrix")
-        if lm.width != weight.shape[1 if lm.family.transposed else 0]:
-            raise _misfit(
-                lm,
-                part,
-                f"has a weight of {tuple(weight.shape)}, so that W k is no state of width "
-                f"{lm.width}, or `transposed` is wrong",
-            )
-
-
-def _named(lm: "LM", owner: nn.Module, part: str) -> nn.Module:
-    try:
-        return owner.get_submodule(getattr(lm.family, part))
-    except AttributeError as error:
-        raise _misfit(lm, part, f"leads nowhere ({error})") from error
-
-
-def _submodule(owner: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return owner.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _misfit(lm: "LM", part: str, what: str) -> BadModelFile:
-    return BadModelFile(
-        f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: {part} "
-        f"({getattr(lm.family, part)}) {what}; see CONTRIBUTING.md on families"
-    )
-
-
-def _check_output_weight(lm: "LM", ids: Tensor, m: Tensor, tolerance: float) -> None:
-    """W k + b must be what the MLP's output weight returns."""
-    from factscope.lm.forward import mlp_keys
-
-    k = mlp_keys(lm, ids, layer=0)
-    W = lm.mlp_weight(0)
-    bias = getattr(lm.mlp_out(0), "bias", None)
-    value = k @ W.T if bias is None else k @ W.T + bias
-    _same(lm, "mlp_out (W k)", value, m, tolerance)
-
-
-def _same(
-    lm: "LM", what: str, found: Float[Tensor, "..."], wanted: Float[Tensor, "..."], tolerance: float
-) -> None:
-    if found.shape != wanted.shape:
-        raise BadModelFile(
-            f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: "
-            f"{what} has shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
-        )
-    scale = wanted.float().abs().max().item() or 1.0
-    gap = (found.to(wanted.device).float() - wanted.float()).abs().max().item() / scale
-    if not gap <= tolerance:
-        raise BadModelFile(
-            f"{lm.name}: the row {lm.model.config.model_type!r} does not fit: {what} differs by "
-            f"{gap:.1e} of its size, more than {tolerance:g}; see CONTRIBUTING.md on families"
-        )
-
-
-SANE_TEXT = "The capital of France is Paris, and the capital of Italy is Rome."
-
-
-def _check_language(lm: "LM") -> None:
-    """Warn where plain English is likelier under chance: a tokenizer or BOS that does not fit."""
-    from factscope.lm.tokens import encode
-
-    ids = torch.tensor([encode(lm, SANE_TEXT).ids], device=lm.device)
-    with torch.no_grad():
-        logits = lm.model(ids).logits.float()
-    loss = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:].to(logits.device)).item()
-    if loss > math.log(logits.shape[-1]) + 1:
-        log.warning(
-            "%s finds %r less likely than chance (%.1f nats a token): "
-            "is this the model's own tokenizer, and does it need a BOS token?",
-            lm.name, SANE_TEXT, loss,
-        )  # fmt: skip

