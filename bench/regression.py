@@ -39,25 +39,28 @@ from factscope import (
     FactscopeError,
     FromCases,
     Ke,
+    KeConfig,
     Mend,
+    MendConfig,
     Tracing,
     Training,
     TrainRun,
     editor,
     load,
     read_case_records,
-    read_records,
-    summaries,
+    read_trace_records,
+    summarize,
     trace,
 )
 from factscope.data.readers import everyday_cases
 from factscope.editing.export import export_peft
 from factscope.evaluation.before_after import before_after
-from factscope.evaluation.cases import ScoringOptions
+from factscope.evaluation.settings import ScoringOptions
 from factscope.runs.evaluate import EvaluateRun
 from factscope.runs.trace import TraceRun
 from factscope.stats.covariance import collect
-from factscope.stats.text import windows
+from factscope.stats.settings import StatsSettings
+from factscope.stats.text import token_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
@@ -176,7 +179,7 @@ def of_cases(records: list[Any]) -> Numbers:
     for i, record in enumerate(records):
         scores = (record.before, record.after)
         found |= {f"scores {i}": numbers_in(scores), f"text {i}": texts_in(scores)}
-    for i, summary in enumerate(summaries(records)):
+    for i, summary in enumerate(summarize(records)):
         found[f"summary {i}"] = numbers_in(summary.metrics)
     return found
 
@@ -216,7 +219,11 @@ def evaluation(
     lm: LM, method: Any, length: int, cases: tuple[Case, ...] = (CASE, FRANCE)
 ) -> Numbers:
     plan = Evaluation(
-        lm=lm, editor=method, data="counterfact", method="any", asking=ScoringOptions(length=length)
+        lm=lm,
+        editor=method,
+        data="counterfact",
+        method="any",
+        scoring=ScoringOptions(length=length),
     )
     return of_cases(plan.single(cases, plan.unedited(cases)))
 
@@ -237,7 +244,9 @@ def of_deep(family: str, folder: Path) -> Numbers:
 
 
 def statistics(lm: LM) -> Numbers:
-    moments = collect(lm, [0, 1, 2], windows(lm, TEXT.splitlines(), 16), tokens=600)
+    moments = collect(
+        lm, [0, 1, 2], token_sequences(lm, TEXT.splitlines(), 16), StatsSettings(tokens=600)
+    )
     found: Numbers = {f"second moment {i}": of_tensor(m.matrix) for i, m in enumerate(moments)}
     for method in ("rome", "memit"):
         edit = quick(method, moment=moments)(lm, [CASE.request, FRANCE.request])
@@ -275,8 +284,8 @@ def traced_run(lm: LM, folder: Path) -> Numbers:
         json.dumps([{"subject": c.fact.subject, "prompt": c.fact.prompt} for c in (CASE, FRANCE)])
     )
     run = TraceRun(model="any", dtype="float32", facts=facts, limit=None, settings=tracing(2))
-    run.go_on(lm, run.begin(lm, folder / "traces"), run.read().facts)
-    records = list(read_records(folder / "traces" / "records.jsonl"))
+    run.run(lm, run.create_or_open(lm, folder / "traces"), run.read().facts)
+    records = list(read_trace_records(folder / "traces" / "records.jsonl"))
     found: Numbers = {}
     for i, record in enumerate(records):
         found |= under(f"traced run, {i}", of_trace(record))
@@ -286,26 +295,30 @@ def traced_run(lm: LM, folder: Path) -> Numbers:
 def evaluated_run(lm: LM, folder: Path, data: Path, protocol: Any) -> Numbers:
     run = EvaluateRun(
         model="any", dtype="float32", data=data, name="counterfact", method="memit", limit=4,
-        editor=quick("memit"), protocol=protocol, asking=ScoringOptions(length=12),
+        editor=quick("memit"), protocol=protocol, scoring=ScoringOptions(length=12),
     )  # fmt: skip
-    run.go_on(lm, run.begin(lm, folder), run.read().cases)
+    run.run(lm, run.create_or_open(lm, folder), run.read().cases)
     return of_cases(list(read_case_records(folder / "records.jsonl")))
 
 
 def trained(lm: LM, folder: Path, data: Path, method: str) -> Numbers:
     """A network after a few steps, how training went, and its edit."""
-    sizes = {"mend": (("rank", 8),), "ke": (("lstm", 8), ("condition", 8))}[method]
-    settings = Training(method=method, design=sizes, batch=4, every=3, held_out=4, warm_up=2)
+    networks = {"mend": MendConfig(rank=8), "ke": KeConfig(lstm_width=8, condition_width=8)}
+    settings = Training(
+        network=networks[method], batch_size=4, eval_every=3, validation_examples=4, warmup_steps=2
+    )
     source = FromCases(name="towers", path=data)
     run = TrainRun(model="any", dtype="float32", source=source, training=settings, steps=6)
-    weights = run.go_on(lm, run.begin(lm, folder))
+    weights = run.run(lm, run.create_or_open(lm, folder))
     lines = (folder / "records.jsonl").read_text("utf-8").splitlines()
     made = {"mend": Mend, "ke": Ke}[method].load(weights)
     norms = sorted(x.double().norm().item() for x in load_file(weights).values())
     return of_edit(lm, made(lm, [CASE.request, FRANCE.request]), CASE) | {
         "norms of the weights": norms,
         "course of training": [
-            numbers_in({k: v for k, v in json.loads(line).items() if k != "seconds"})
+            numbers_in(
+                {k: v for k, v in json.loads(line).items() if k not in ("seconds", "version")}
+            )
             for line in lines
         ],
     }

@@ -3,8 +3,8 @@
     python bench/stats.py --model smollm2-135m                        # on a CPU
     python bench/stats.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
 
-The bare pass goes over the same windows and stops at the same layer, but keeps nothing. Each
-number is the median of `--repeat` runs after one to warm up, from the windows to C on the device. A
+The bare pass reads the same sequences and stops at the same layer, but keeps nothing. Each
+number is the median of `--repeat` runs after one to warm up. A
 `--shape` is a model with the given dimensions and random weights: time does not depend on their
 values.
 """
@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from factscope.lm.model import LM
-from factscope.stats.covariance import batches, collect, rows_of, run_to
+from factscope.stats.covariance import collect, length_batches, run_to_layer
+from factscope.stats.settings import StatsSettings
 
 from shapes import SHAPES, Clock, shaped
 
@@ -27,11 +28,11 @@ def median(function: Callable[[], object], repeat: int, clock: Clock) -> float:
 
 
 @torch.no_grad()
-def bare(lm: LM, windows: Sequence[Sequence[int]], top: int, rows: int | None) -> None:
+def bare(lm: LM, sequences: Sequence[Sequence[int]], top: int, batch_size: int | None) -> None:
     """The forward pass alone, as far as that layer."""
-    for batch in batches(windows, rows_of(lm, rows)):
+    for batch in length_batches(lm, sequences, batch_size):
         ids = torch.tensor(batch, device=lm.device)
-        run_to(lm, ids, {top: lambda _: None})
+        run_to_layer(lm, ids, {top: lambda _: None})
 
 
 def bench(dtype: str, args: argparse.Namespace) -> None:
@@ -46,19 +47,20 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
     clock = Clock(lm.device.type == "cuda")
     top = min(args.layer, lm.n_layers - 1)
     made = torch.Generator().manual_seed(0)
-    count = -(-args.tokens // args.window)
+    count = -(-args.tokens // args.seq_length)
     vocabulary = lm.embed.weight.shape[0]
-    windows = torch.randint(vocabulary, (count, args.window), generator=made).tolist()
-    tokens = count * args.window
-    alone = tokens / median(lambda: bare(lm, windows, top, args.rows), args.repeat, clock)
-    print(f"\n**{lm.name}, {dtype}**, {tokens:,} tokens in windows of {args.window}\n")
+    sequences = torch.randint(vocabulary, (count, args.seq_length), generator=made).tolist()
+    tokens = count * args.seq_length
+    settings = StatsSettings(tokens=tokens, batch_size=args.batch_size)
+    alone = tokens / median(lambda: bare(lm, sequences, top, args.batch_size), args.repeat, clock)
+    print(f"\n**{lm.name}, {dtype}**, {tokens:,} tokens in sequences of {args.seq_length}\n")
     print("| what | layers | tokens a second | of a bare pass |")
     print("|---|---|---|---|")
     print(f"| bare pass | to {top} | {alone:,.0f} | 1 |")
     for layers in ([top], list(range(max(0, top - 4), top + 1))):
 
         def run(layers: list[int] = layers) -> None:
-            collect(lm, layers, windows, tokens=tokens, rows=args.rows)
+            collect(lm, layers, sequences, settings)
 
         rate = tokens / median(run, args.repeat, clock)
         names = ", ".join(map(str, layers))
@@ -75,8 +77,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--layer", type=int, default=17, help="the highest layer")
     parser.add_argument("--tokens", type=int, help="8,192 on a CPU, 262,144 elsewhere")
-    parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--rows", type=int)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     args.tokens = args.tokens or (8192 if args.device == "cpu" else 262_144)

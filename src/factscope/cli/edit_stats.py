@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from factscope.cli.show import doing, notes, progress
+from factscope.cli.show import doing, notes, working
 from factscope.cli.stats import ENOUGH
 from factscope.errors import BadSetting, FactscopeError
 
@@ -27,7 +27,7 @@ def each_with_statistics(
     lm: "LM", editors: "Sequence[Editor]", facts: "Sequence[Fact]"
 ) -> "list[Editor | FactscopeError]":
     """The same for several editors, or why one cannot be had; what is missing comes in one pass."""
-    from factscope.stats.second_moment import find_moment
+    from factscope.stats.second_moment import find_second_moment
 
     resolve: list[Editor | FactscopeError] = []
     layers: set[int] = set()
@@ -42,7 +42,7 @@ def each_with_statistics(
             resolve.append(made)
         except BadSetting as error:
             resolve.append(error)
-    missing = [layer for layer in sorted(layers) if find_moment(lm, layer) is None]
+    missing = [layer for layer in sorted(layers) if find_second_moment(lm, layer) is None]
     if missing:
         _collect(lm, missing)
     return resolve
@@ -55,14 +55,14 @@ def _settled(
 
     `known` keeps the layers found, since a trace for each editor would be dear.
     """
-    from factscope.editing.defaults import check_layer, layer_for, memit_defaults
+    from factscope.editing.defaults import check_layer, resolve_layer, memit_defaults
 
     if hasattr(editor, "layers"):
         layers = tuple(check_layer(lm, n) for n in editor.layers or memit_defaults(lm).layers)
         return replace(editor, layers=layers), layers
     if editor.layer not in known:
         with doing("finding the layer"):
-            known[editor.layer] = layer_for(lm, editor.layer, facts)
+            known[editor.layer] = resolve_layer(lm, editor.layer, facts)
     layer = known[editor.layer]
     return replace(editor, layer=layer), [layer]
 
@@ -70,8 +70,9 @@ def _settled(
 def _collect(lm: "LM", layers: Sequence[int]) -> None:
     """Second moments of text that the model writes itself, kept in the cache."""
     from factscope.stats.covariance import collect
-    from factscope.stats.second_moment import cached_path, save_moment
-    from factscope.stats.text import GeneratedText, window_of
+    from factscope.stats.second_moment import cached_path, save_second_moment
+    from factscope.stats.settings import StatsSettings
+    from factscope.stats.text import open_text
 
     named = ",".join(map(str, layers))
     tokens = ENOUGH * lm.mlp_weight(layers[0]).shape[1]
@@ -82,15 +83,14 @@ def _collect(lm: "LM", layers: Sequence[int]) -> None:
         style="yellow",
         soft_wrap=True,
     )
-    window = window_of(lm)
-    written = GeneratedText(lm=lm, window=window)
-    corpus = f"text that {lm.name} wrote itself, windows of {window} tokens, seed {written.seed}"
+    settings = StatsSettings(tokens=tokens)
+    sequences, corpus = open_text(lm, settings)
     paths = [cached_path(lm, layer) for layer in layers]
     partial = paths[0].with_name(paths[0].name + ".partial")
-    with progress("statistics: tokens", tokens) as done:
+    with working("collecting statistics") as done:
         moments = collect(
-            lm, layers, written, tokens=tokens, corpus=corpus, partial=partial, progress=done
+            lm, layers, sequences, settings, corpus=corpus, partial=partial, progress=done
         )
     for moment, path in zip(moments, paths, strict=True):
-        save_moment(moment, path)
+        save_second_moment(moment, path)
     partial.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """factscope stats: second moments of a layer's keys, which edits divide by."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,13 +9,12 @@ import typer
 
 from factscope.cli.group import DefaultGroup
 from factscope.cli.options import Device, DeviceMap, Dtype, Json, Model
-from factscope.cli.show import doing, notes, print_json, progress, results
+from factscope.cli.show import doing, notes, print_json, results, working
 from factscope.errors import BadSetting
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.stats.second_moment import SecondMoment
-    from factscope.stats.text import GeneratedText, Window
 
 __all__ = ["stats"]
 
@@ -43,7 +42,9 @@ Until = Annotated[
     float | None, typer.Option(help="Stop when two halves of the text differ by less, as 0.05.")
 ]
 Shard = Annotated[str, typer.Option(help="Take one part of the windows, as 1/4; merge later.")]
-Packed = Annotated[bool, typer.Option("--packed", help="Half precision, a quarter of the size.")]
+Packed = Annotated[
+    bool, typer.Option("--half-precision", help="Half precision, a quarter of the size.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -62,12 +63,12 @@ def collect(
     text: TextFile = None,
     dataset: DataSetName = None,
     tokens: Tokens = 100_000,
-    window: WindowLength = None,
-    rows: Rows = None,
+    seq_length: WindowLength = None,
+    batch_size: Rows = None,
     seed: Seed = 0,
-    until: Until = None,
+    convergence: Until = None,
     shard: Shard = "1/1",
-    packed: Packed = False,
+    half_precision: Packed = False,
     out: Out = None,
     figure: FigureFile = None,
     model: Model = "smollm2-135m",
@@ -79,27 +80,37 @@ def collect(
     """Collect the second moments of some layers; "collect" can be left out."""
     from factscope.lm.load import load
     from factscope.stats.covariance import collect as collect_moments
+    from factscope.stats.settings import StatsSettings
+    from factscope.stats.text import open_text
 
     layers = parse_layers(layer)
-    part = parse_shard(shard)
+    settings = StatsSettings(
+        tokens=tokens, seq_length=seq_length, batch_size=batch_size, seed=seed,
+        convergence=convergence, shard=shard, half_precision=half_precision,
+    )  # fmt: skip
     _check_files(text, dataset, out, figure, layers)
     with doing(f"loading {model}"):
         lm = load(model, device=device, dtype=dtype, device_map=device_map)
-    windows, corpus = _source(lm, text, dataset, window, seed)
-    paths = _paths(lm, layers, out, part)
+    if text is None and dataset is None:
+        notes.print(
+            f"No --text and no --dataset: {lm.name} generates its own text, which is less varied "
+            "than human text.",
+            soft_wrap=True,
+        )
+    sequences, corpus = open_text(lm, settings, text, dataset)
+    paths = _paths(lm, layers, out, (settings.shard_index, settings.n_shards))
     partial = paths[0].with_name(paths[0].name + ".partial")
-    with progress("tokens", -(-tokens // part[1])) as done:
+    with working("collecting") as done:
         moments = collect_moments(
-            lm, layers, windows, tokens=tokens, rows=rows, corpus=corpus, shard=part,
-            until=until, partial=partial, progress=done,
-        )  # fmt: skip
-    _save(moments, paths, packed)
+            lm, layers, sequences, settings, corpus=corpus, partial=partial, progress=done
+        )
+    _save(moments, paths, half_precision)
     partial.unlink(missing_ok=True)
     if figure is not None:
         _draw(moments, figure)
-    _warn(moments[0], tokens // part[1], until)
+    _warn(moments[0], tokens // settings.n_shards, convergence)
     _tell(list(zip(paths, moments, strict=True)), json)
-    if not json and part[1] > 1:
+    if not json and settings.n_shards > 1:
         results.print("Next, when all shards are there: factscope stats merge FILES -o FILE")
 
 
@@ -107,25 +118,28 @@ def collect(
 def merge(
     files: Files,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged file goes.")],
-    packed: Packed = False,
+    half_precision: Packed = False,
     json: Json = False,
 ) -> None:
     """Merge the files of one layer, such as those of shards, weighted by their tokens."""
-    from factscope.stats.second_moment import load_moment, save_moment
-    from factscope.stats.second_moment import merge as merge_moments
+    from factscope.stats.second_moment import (
+        load_second_moment,
+        merge_second_moments,
+        save_second_moment,
+    )
 
     _check_suffix(out)
-    merged = merge_moments([load_moment(file) for file in files])
-    save_moment(merged, out, packed)
+    merged = merge_second_moments([load_second_moment(file) for file in files])
+    save_second_moment(merged, out, half_precision)
     _tell([(out, merged)], json)
 
 
 @stats.command("show")
 def show(files: Files, figure: FigureFile = None, json: Json = False) -> None:
     """Say what statistics files hold."""
-    from factscope.stats.second_moment import load_moment
+    from factscope.stats.second_moment import load_second_moment
 
-    moments = [load_moment(file) for file in files]
+    moments = [load_second_moment(file) for file in files]
     if figure is not None:
         _check_figure(figure)
         _draw(moments, figure)
@@ -147,14 +161,6 @@ def parse_layers(words: Sequence[str]) -> list[int]:
             raise BadSetting(f"the layers {word!r} run backwards; write {last}-{first}")
         layers += range(first, last + 1)
     return sorted(set(layers))
-
-
-def parse_shard(word: str) -> tuple[int, int]:
-    """1/4 as (0, 4)."""
-    found = re.fullmatch(r"(\d+)/(\d+)", word)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise BadSetting(f"the shard {word!r}; write 1/4 to 4/4 for four shards")
-    return int(found[1]) - 1, int(found[2])
 
 
 def _check_files(
@@ -188,30 +194,6 @@ def _check_figure(figure: Path) -> None:
         raise BadSetting(f"cannot write a figure as {figure.name!r}; the suffix can be {known}")
 
 
-def _source(
-    lm: "LM", text: Path | None, dataset: str | None, asked: int | None, seed: int
-) -> "tuple[Iterable[Window] | GeneratedText, str]":
-    """The windows of the text that was asked for, and what it is in words."""
-    from factscope.io import sha256
-    from factscope.stats.text import DataSet, GeneratedText, documents, window_of, windows
-
-    window = window_of(lm, asked)
-    how = f"windows of {window} tokens, seed {seed}"
-    if text is not None:
-        words = f"{text.name} (sha256 {sha256(text)[:16]}…), {how}"
-        return windows(lm, documents(text, seed), window), words
-    if dataset is not None:
-        source = DataSet.parse(dataset)
-        return windows(lm, source.documents(seed), window), f"data set {source}, {how}"
-    notes.print(
-        f"No --text and no --dataset: {lm.name} writes its own text, which is narrower than what "
-        "people write.",
-        soft_wrap=True,
-    )
-    written = GeneratedText(lm=lm, window=window, seed=seed)
-    return written, f"text that {lm.name} wrote itself, {how}"
-
-
 def _paths(lm: "LM", layers: Sequence[int], out: Path | None, shard: tuple[int, int]) -> list[Path]:
     """Where each layer's file goes."""
     from factscope.stats.second_moment import SUFFIX, cached_path, file_name
@@ -228,17 +210,17 @@ def _paths(lm: "LM", layers: Sequence[int], out: Path | None, shard: tuple[int, 
 
 
 def _save(moments: "Sequence[SecondMoment]", paths: Sequence[Path], packed: bool) -> None:
-    from factscope.stats.second_moment import save_moment
+    from factscope.stats.second_moment import save_second_moment
 
     for moment, path in zip(moments, paths, strict=True):
-        save_moment(moment, path, packed)
+        save_second_moment(moment, path, packed)
 
 
 def _draw(moments: "Sequence[SecondMoment]", figure: Path) -> None:
     from factscope.report.figures.training import convergence_figure
     from factscope.report.style import save_figure
 
-    histories = {moment.layer: moment.halves for moment in moments}
+    histories = {moment.layer: moment.convergence_history for moment in moments}
     save_figure(convergence_figure(histories, moments[0].model), figure)
 
 
@@ -258,10 +240,11 @@ def _tell(found: "Sequence[tuple[Path, SecondMoment]]", json: bool) -> None:
         print_json([_facts(path, moment) for path, moment in found])
         return
     for path, moment in found:
-        gap = "not measured" if moment.gap is None else f"{moment.gap:.3f}"
+        difference = moment.split_half_difference
+        shown = "not measured" if difference is None else f"{difference:.3f}"
         results.print(
             f"{path}\n  layer {moment.layer} of {moment.model}, {moment.width:,} wide, "
-            f"{moment.tokens:,} tokens, gap between halves {gap}\n  {moment.corpus}",
+            f"{moment.tokens:,} tokens, split-half difference {shown}\n  {moment.corpus}",
             soft_wrap=True,
         )
 
@@ -270,5 +253,6 @@ def _facts(path: Path, moment: "SecondMoment") -> dict[str, Any]:
     return {
         "file": str(path), "layer": moment.layer, "model": moment.model,
         "fingerprint": moment.fingerprint, "width": moment.width, "tokens": moment.tokens,
-        "corpus": moment.corpus, "gap": moment.gap, "halves": moment.halves,
+        "corpus": moment.corpus, "split_half_difference": moment.split_half_difference,
+        "convergence_history": moment.convergence_history,
     }  # fmt: skip

@@ -1,14 +1,12 @@
-"""Collect second moments: all wanted layers in one pass over a text, as far up as they need.
+"""Collect C = E[k kᵀ] of MLP keys: several layers in one pass over a text.
 
-Tokens are counted, not articles, and every token counts, as in the paper's code. The first
-token of a window (BOS, where there is one) is an outlier in many models: one key, far longer than
-all others, in each window. It is left in, since an edit's C must know of it to leave it alone.
+The forward pass stops at the highest of the layers. Every token counts, as in the paper's code,
+including the first of each sequence. In many models its key (often that of BOS) is an outlier, far
+longer than all others; C must contain it, or an edit would change its output too.
 
-Sums of k kᵀ over two halves of a text, in float32 on the device of the keys.
-
-k kᵀ is symmetric: only the blocks on and above its diagonal are summed, five eighths of the work.
-
-What a collection has so far, on the disk: a killed run goes on from it.
+Sums are kept for two halves of the text, the even and the odd sequences. Their relative difference
+‖C₁ - C₂‖ / ‖C‖, the split-half difference, shows how well C is estimated. A long collection can
+save its running sums to a partial file and resume from it.
 """
 
 import json
@@ -16,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,57 +25,122 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factscope.errors import BadRunFolder, BadSetting, BadStats, OutOfMemory
-from factscope.lm.accel.matmul import MIXED, available
+from factscope.io import atomic_path
+from factscope.lm.accel import add_product_, on_gpu
 from factscope.lm.hooks import hook_calls
+from factscope.progress import Progress, no_progress
 from factscope.stats.second_moment import SecondMoment
-from factscope.stats.text import GeneratedText, Window
+from factscope.stats.settings import StatsSettings
+from factscope.stats.text import GeneratedText, TokenSequence
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "MomentSums",
-    "PartialCollection",
-    "PartialState",
-    "add_products_",
-    "batches",
-    "collect",
-    "rows_of",
-    "run_to",
-]
+__all__ = ["add_products_", "collect", "length_batches", "run_to_layer"]
 
-STRIPS = 4
-"""A product is made in so many strips of rows, each from its diagonal block rightwards."""
+FIRST_COMPARISON = 1000
+"""Tokens after which the two halves are compared for the first time."""
+GROWTH, GROWTH_WITH_THRESHOLD = 2.0, 1.2
+"""Ratio of tokens between comparisons; smaller with a threshold, to stop soon after it is met."""
 
 
-def add_products_(total: Float[Tensor, "key key"], keys: Float[Tensor, "token key"]) -> None:
-    """Add Σ k kᵀ to the upper triangle of the total; what is below it is not to be read.
+@torch.no_grad()
+def collect(
+    lm: "LM",
+    layers: Sequence[int],
+    sequences: Iterable[TokenSequence] | GeneratedText,
+    settings: StatsSettings,
+    *,
+    corpus: str = "unnamed text",
+    partial: Path | None = None,
+    save_interval: float = 30.0,
+    progress: Progress = no_progress,
+) -> list[SecondMoment]:
+    """C of each layer over the first `settings.tokens` tokens of the text, or all it has.
 
-    Float32 keys are multiplied as torch's matmul precision says, so TF32 only where that was
-    chosen. Half-precision keys are multiplied as they are: their products are exact in float32.
+    With n shards, shard i reads the sequences i, i + n, i + 2n, …; merged, the shards give C of the
+    whole text. `corpus` describes the text in the results. The running sums are saved to `partial`
+    every `save_interval` seconds; the caller deletes that file once the results are saved.
     """
-    mixed = keys.dtype != torch.float32 and keys.is_cuda and available(keys.device)
-    keys = keys if mixed else keys.float()
-    width = total.shape[0]
-    strip = -(-width // STRIPS // 8) * 8  # tensor cores like multiples of eight
-    for start in range(0, width, strip):
-        part = total[start : start + strip, start:]
-        left, right = keys[:, start : start + strip].T, keys[:, start:]
-        if mixed:
-            torch.addmm(part, left, right, out=part, **MIXED)
-        else:
-            part.addmm_(left, right)
+    layers = sorted(set(layers))
+    if not layers or layers[0] < 0 or layers[-1] >= lm.n_layers:
+        raise BadSetting(f"layers is {layers}; {lm.name} has layers 0 to {lm.n_layers - 1}")
+    threshold = settings.convergence
+    growth = GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
+    checkpoint = _PartialFile(
+        partial,
+        {
+            "model": lm.fingerprint,
+            "layers": layers,
+            "tokens": settings.tokens,
+            "batch_size": settings.batch_size,
+            "corpus": corpus,
+            "shard": settings.shard,
+            "convergence": threshold,
+        },
+        save_interval,
+    )
+    sums = checkpoint.load() or RunningSums(history={layer: [] for layer in layers})
+    reported = 0.0
+
+    def report() -> None:
+        nonlocal reported
+        done = min(1.0, sums.tokens * settings.n_shards / settings.tokens)
+        progress(done - reported)
+        reported = done
+
+    report()
+    remaining = shard_of(sequences, settings, skip=sums.sequences)
+    for batch in length_batches(lm, remaining, settings.batch_size):
+        if sums.converged(threshold):
+            break
+        due = _next_comparison(sums.tokens, growth)
+        _add_batch_(lm, sums, batch)
+        if sums.tokens >= due:
+            sums.compare_halves_()
+        report()
+        checkpoint.save_if_due(sums)
+    if not sums.tokens:
+        raise BadStats("the text has no tokens; give a longer one")
+    sums.compare_halves_()
+    if settings.n_shards > 1:
+        corpus = f"{corpus}, shard {settings.shard_index + 1} of {settings.n_shards}"
+    return [
+        SecondMoment(
+            matrix=sums.mean(layer),
+            layer=layer,
+            tokens=sums.tokens,
+            corpus=corpus,
+            model=lm.name,
+            fingerprint=lm.fingerprint,
+            convergence_history=tuple(sums.history[layer]),
+        )
+        for layer in layers
+    ]
+
+
+def _next_comparison(tokens: int, growth: float) -> float:
+    due = float(FIRST_COMPARISON)
+    while due <= tokens:
+        due *= growth
+    return due
+
+
+# ---- running sums
 
 
 @dataclass
-class MomentSums:
-    """Two half sums for each of some layers, and how many keys each half has."""
+class RunningSums:
+    """Running sums of k kᵀ for each layer, over two halves of the text."""
 
-    layers: Sequence[int]
+    history: dict[int, list[tuple[int, float]]]
+    """By layer: tokens so far and split-half difference."""
     halves: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By layer; made where the layer's first keys are found."""
+    """By layer: the sums of both halves, allocated with the layer's first keys."""
     counts: tuple[int, int] = (0, 0)
     """Keys in each half, the same for all layers."""
+    sequences: int = 0
+    """Sequences read so far, of this shard."""
 
     @property
     def tokens(self) -> int:
@@ -85,312 +148,224 @@ class MomentSums:
         return sum(self.counts)
 
     def add_(self, layer: int, keys: Float[Tensor, "row token key"], first: int) -> None:
-        """Add a batch's keys: its first rows to one half, the others to the other."""
-        one, other = self.halves.get(layer) or (_zeros(keys), _zeros(keys))
-        self.halves[layer] = one.to(keys.device), other.to(keys.device)  # a resumed run's: CPU
-        for half, some in zip(self.halves[layer], (keys[:first], keys[first:]), strict=True):
-            if len(some):
-                add_products_(half, some.flatten(0, 1))
+        """Add the keys of the first `first` rows to one half, those of the others to the other."""
+        if layer not in self.halves:
+            zeros = torch.zeros(keys.shape[-1], keys.shape[-1], device=keys.device)
+            self.halves[layer] = zeros, zeros.clone()
+        one, two = self.halves[layer]
+        self.halves[layer] = one.to(keys.device), two.to(keys.device)  # resumed sums are on the CPU
+        for total, rows in zip(self.halves[layer], (keys[:first], keys[first:]), strict=True):
+            if len(rows):
+                add_products_(total, rows.flatten(0, 1))
 
-    def count_(self, first: int, second: int) -> None:
-        """Say how many keys the batch had in each half."""
-        self.counts = (self.counts[0] + first, self.counts[1] + second)
-
-    def gap(self, layer: int) -> float | None:
-        """‖C₁ - C₂‖ / ‖C‖ of the two halves; None while one is empty."""
+    def compare_halves_(self) -> None:
+        """Append the split-half difference of every layer to the history."""
         if not all(self.counts):
-            return None
-        one, other = self.halves[layer]
-        apart = _norm(one / self.counts[0] - other / self.counts[1])
-        return apart / _norm((one + other) / self.tokens)
+            return
+        for layer, history in self.history.items():
+            one, two = self.halves[layer]
+            if not history or history[-1][0] < self.tokens:
+                difference = _norm(one / self.counts[0] - two / self.counts[1])
+                history.append((self.tokens, difference / _norm((one + two) / self.tokens)))
+
+    def converged(self, threshold: float | None) -> bool:
+        """Whether the last split-half difference of every layer is within the threshold."""
+        return threshold is not None and all(
+            history and history[-1][1] <= threshold for history in self.history.values()
+        )
 
     def mean(self, layer: int) -> Float[Tensor, "key key"]:
-        """C of both halves together, where they are."""
-        one, other = self.halves[layer]
-        upper = ((one + other) / self.tokens).triu_()
+        """C of both halves together."""
+        one, two = self.halves[layer]
+        upper = ((one + two) / self.tokens).triu_()
         if not upper.isfinite().all():
             raise BadStats(
-                f"the keys of layer {layer} are not all finite; load the model with "
+                f"some keys of layer {layer} are infinite or NaN; load the model with "
                 "--dtype bfloat16 or float32"
             )
         return upper.add_(upper.triu(1).T)
 
 
-def _zeros(keys: Float[Tensor, "row token key"]) -> Float[Tensor, "key key"]:
-    return torch.zeros(keys.shape[-1], keys.shape[-1], device=keys.device)
-
-
 def _norm(upper: Float[Tensor, "key key"]) -> float:
     """The Frobenius norm of a symmetric matrix, from its upper triangle."""
-    beside, diagonal = upper.triu(1).norm(), upper.diagonal().norm()
-    return (2 * beside**2 + diagonal**2).sqrt().item()
+    off_diagonal, diagonal = upper.triu(1).norm(), upper.diagonal().norm()
+    return (2 * off_diagonal**2 + diagonal**2).sqrt().item()
 
 
-History = dict[int, list[tuple[int, float]]]
-
-SHARE = 20
-"""Writing may take one part in so many of the time: the sums of large models are gigabytes."""
+STRIPS = 4
+"""Strips of rows in which a product is computed, each from its diagonal block to the right."""
 
 
-@dataclass
-class PartialState:
-    """How far a collection is."""
+def add_products_(total: Float[Tensor, "key key"], keys: Float[Tensor, "token key"]) -> None:
+    """Add Σ k kᵀ to the upper triangle of the total; entries below the diagonal are undefined.
 
-    sums: MomentSums
-    windows: int = 0
-    """Windows done, of this shard."""
-    history: History = field(default_factory=dict)
-    """By layer: tokens so far and the gap between the halves."""
-
-
-class PartialCollection:
-    """The file of a collection under way; without a path nothing is written."""
-
-    def __init__(self, path: Path | None, spec: Mapping[str, Any], every: float) -> None:
-        self.path = path
-        self.spec = spec
-        self.every = every
-        self.due = time.monotonic() + every
-
-    def read(self, fresh: PartialState) -> PartialState:
-        """What an earlier run with the same settings left, or the fresh state."""
-        if self.path is None or not self.path.is_file():
-            return fresh
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["state"])
-            self._must_match(header["spec"])
-            tensors = load_file(self.path)
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
-            raise BadRunFolder(
-                f"{self.path} cannot be gone on from ({error}); delete it to begin anew"
-            ) from error
-        sums = MomentSums(layers=fresh.sums.layers, counts=tuple(header["counts"]))
-        for layer in fresh.sums.layers:
-            sums.halves[layer] = tensors[f"{layer}.0"], tensors[f"{layer}.1"]
-        history = {int(k): [(n, gap) for n, gap in v] for k, v in header["history"].items()}
-        return PartialState(sums=sums, windows=header["windows"], history=history)
-
-    def keep(self, state: PartialState) -> None:
-        """Write the state where it is time to."""
-        if self.path is None or time.monotonic() < self.due:
-            return
-        began = time.monotonic()
-        self._write(self.path, state)
-        now = time.monotonic()
-        self.due = now + max(self.every, SHARE * (now - began))
-
-    def _write(self, path: Path, state: PartialState) -> None:
-        from factscope.io import atomic_path
-
-        header = {
-            "spec": self.spec,
-            "windows": state.windows,
-            "counts": state.sums.counts,
-            "history": state.history,
-        }
-        tensors = {
-            f"{layer}.{i}": half.cpu()
-            for layer, halves in state.sums.halves.items()
-            for i, half in enumerate(halves)
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata={"state": json.dumps(header)})
-
-    def _must_match(self, there: Mapping[str, Any]) -> None:
-        asked = json.loads(json.dumps(self.spec))
-        names = [name for name in {**there, **asked} if there.get(name) != asked.get(name)]
-        if names:
-            changes = [f"{n}: there {there.get(n)!r}, asked {asked.get(n)!r}" for n in names]
-            raise BadRunFolder(
-                f"{self.path} was left by a run with other settings; give those, another --out, "
-                "or delete it to begin anew:\n  " + "\n  ".join(changes)
-            )
-
-
-TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 8192}
-"""Tokens that go through the model together, where nothing else was said."""
-FIRST_LOOK = 1000
-"""Tokens after which the halves are compared for the first time; then at each doubling."""
-GROWTH, GROWTH_UNTIL = 2.0, 1.2
-"""How much longer until the next look; with `until` looks are closer, to stop in time."""
-
-Shard = tuple[int, int]
-"""Which part, from 0, of how many."""
-
-
-class _Enough(Exception):
-    """Raised within a forward pass when the highest wanted layer was seen."""
-
-
-@torch.no_grad()
-def collect(
-    lm: "LM",
-    layers: Sequence[int],
-    windows: Iterable[Window] | GeneratedText,
-    *,
-    tokens: int,
-    rows: int | None = None,
-    corpus: str = "a text without a name",
-    shard: Shard = (0, 1),
-    until: float | None = None,
-    partial: Path | None = None,
-    every: float = 30.0,
-    progress: Callable[[int], None] | None = None,
-) -> list[SecondMoment]:
-    """C of each layer over the first so many tokens of the windows, or as many as there are.
-
-    `rows` windows go through the model at once. Shard (i, n) takes every n-th window from the
-    i-th on (from 0); the shards' moments merge to the whole's. With `until`, collection ends when
-    the halves of the text are no further apart than that. `partial` is where the state is kept
-    `every` so many seconds; the caller deletes it when the results are safe.
+    k kᵀ is symmetric: only blocks on and above its diagonal are computed, 5/8 of the work.
     """
-    layers = _checked(lm, layers, tokens, shard)
-    spec = {
-        "model": lm.fingerprint, "layers": layers, "tokens": tokens, "rows": rows,
-        "corpus": corpus, "shard": shard, "until": until,
-    }  # fmt: skip
-    keeper = PartialCollection(partial, spec, every)
-    state = keeper.read(
-        PartialState(sums=MomentSums(layers=layers), history={n: [] for n in layers})
-    )
-    progress = progress or (lambda _: None)
-    progress(state.sums.tokens)
-    left = batches(chosen(windows, tokens, shard, state.windows), rows_of(lm, rows))
-    growth = GROWTH if until is None else GROWTH_UNTIL
-    for batch in takewhile(lambda _: not _converged(state, until), left):
-        look = _next_look(state.sums.tokens, growth)
-        _add_(lm, state, batch)
-        if state.sums.tokens >= look:
-            _compare_(state)
-        progress(sum(map(len, batch)))
-        keeper.keep(state)
-    if not state.sums.tokens:
-        raise BadStats("the text has no tokens; give a longer one")
-    _compare_(state)
-    words = corpus if shard == (0, 1) else f"{corpus}, shard {shard[0] + 1} of {shard[1]}"
-    return [_moment(lm, state, layer, words) for layer in layers]
+    width = total.shape[0]
+    strip = -(-width // STRIPS // 8) * 8  # tensor cores are fastest on multiples of 8
+    for start in range(0, width, strip):
+        stop = start + strip
+        add_product_(total[start:stop, start:], keys[:, start:stop].T, keys[:, start:])
 
 
-def chosen(
-    windows: Iterable[Window] | GeneratedText, tokens: int, shard: Shard, start: int
-) -> Iterator[Window]:
-    """A shard's windows until the whole has so many tokens, without the first `start` of them."""
-    first, step = shard
-    if isinstance(windows, GeneratedText):
-        count = math.ceil(tokens / windows.window)
-        return windows.pick_after(range(first, count, step), start)
-    return islice(_until(windows, tokens), first + start * step, None, step)
+# ---- one pass over the text
+
+TOKENS_PER_BATCH_CPU, TOKENS_PER_BATCH_GPU = 2048, 8192
 
 
-def _until(windows: Iterable[Window], tokens: int) -> Iterator[Window]:
+def shard_of(
+    sequences: Iterable[TokenSequence] | GeneratedText, settings: StatsSettings, skip: int
+) -> Iterator[TokenSequence]:
+    """A shard's sequences among the first `tokens` of the text, without the first `skip`."""
+    first, step = settings.shard_index, settings.n_shards
+    if isinstance(sequences, GeneratedText):
+        count = math.ceil(settings.tokens / sequences.length)
+        return sequences.sequences(range(first, count, step), skip)
+    return islice(_first_tokens(sequences, settings.tokens), first + skip * step, None, step)
+
+
+def _first_tokens(sequences: Iterable[TokenSequence], tokens: int) -> Iterator[TokenSequence]:
+    """Whole sequences until they hold that many tokens."""
     so_far = 0
-    for window in windows:
+    for sequence in sequences:
         if so_far >= tokens:
             return
-        so_far += len(window)
-        yield window
+        so_far += len(sequence)
+        yield sequence
 
 
-def batches(windows: Iterable[Window], rows: Callable[[int], int]) -> Iterator[list[Window]]:
-    """Windows of one length together, as many as `rows` says for that length."""
-    batch: list[Window] = []
-    for window in windows:
-        if batch and (len(window) != len(batch[0]) or len(batch) >= rows(len(window))):
+def length_batches(
+    lm: "LM", sequences: Iterable[TokenSequence], batch_size: int | None
+) -> Iterator[list[TokenSequence]]:
+    """Batches of sequences of equal length, of a size that suits the device by default."""
+    tokens = TOKENS_PER_BATCH_GPU if on_gpu(lm) else TOKENS_PER_BATCH_CPU
+    batch: list[TokenSequence] = []
+    for sequence in sequences:
+        size = batch_size or max(1, tokens // len(sequence))
+        if batch and (len(sequence) != len(batch[0]) or len(batch) >= size):
             yield batch
             batch = []
-        batch.append(window)
+        batch.append(sequence)
     if batch:
         yield batch
 
 
-def run_to(lm: "LM", ids: Tensor, see: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Run the model over rows of ids as far as the highest of the layers; show each its keys."""
-    top = max(see)
+def _add_batch_(lm: "LM", sums: RunningSums, batch: Sequence[TokenSequence]) -> None:
+    """Add a batch's keys to the sums: even and odd sequences of the text to one half each."""
+    offset = sums.sequences % 2
+    halves = batch[offset::2], batch[1 - offset :: 2]
+    ids = torch.tensor([list(x) for half in halves for x in half], device=lm.device)
+    first = len(halves[0])
 
-    def show(layer: int) -> Callable[..., None]:
+    def add(layer: int) -> Callable[[Tensor], None]:
+        return lambda keys: sums.add_(layer, keys, first)
+
+    try:
+        run_to_layer(lm, ids, {layer: add(layer) for layer in sums.history})
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"out of memory with {len(batch)} sequences of {len(batch[0])} tokens and "
+            f"{len(sums.history)} layers; lower --batch-size, or collect fewer layers at once"
+        ) from error
+    one, two = sums.counts
+    sums.counts = one + first * len(batch[0]), two + (len(batch) - first) * len(batch[0])
+    sums.sequences += len(batch)
+
+
+class _LastLayerReached(Exception):
+    """Ends a forward pass early."""
+
+
+def run_to_layer(lm: "LM", ids: Tensor, use_keys: Mapping[int, Callable[[Tensor], Any]]) -> None:
+    """Run the model up to the highest of the layers; call each layer's function with its keys."""
+    top = max(use_keys)
+
+    def hook(layer: int) -> Callable[..., None]:
         def call(args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            see[layer](args[0].reshape(*ids.shape, -1))
+            use_keys[layer](args[0].reshape(*ids.shape, -1))
             if layer == top:
-                raise _Enough
+                raise _LastLayerReached
 
         return call
 
     try:
-        with hook_calls(*((lm.mlp_out(layer), show(layer)) for layer in see)):
+        with hook_calls(*((lm.mlp_out(layer), hook(layer)) for layer in use_keys)):
             lm.model.base_model(ids, use_cache=False)
-    except _Enough:
+    except _LastLayerReached:
         pass
 
 
-def _add_(lm: "LM", state: PartialState, batch: Sequence[Window]) -> None:
-    """Add a batch: windows of odd and of even number to one half each."""
-    swap = state.windows % 2
-    halves = batch[swap::2], batch[1 - swap :: 2]
-    ids = torch.tensor([list(window) for half in halves for window in half], device=lm.device)
-    first = len(halves[0])
+# ---- resuming
 
-    def add(layer: int) -> Callable[[Tensor], None]:
-        return lambda keys: state.sums.add_(layer, keys, first)
-
-    try:
-        run_to(lm, ids, {layer: add(layer) for layer in state.sums.layers})
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"no memory for {len(batch)} windows of {len(batch[0])} tokens and "
-            f"{len(state.sums.layers)} layers; try fewer --rows, or fewer layers at once"
-        ) from error
-    state.sums.count_(first * len(batch[0]), (len(batch) - first) * len(batch[0]))
-    state.windows += len(batch)
+PARTIAL_VERSION = 2
+MAX_SAVE_OVERHEAD = 20
+"""Saving takes at most 1/20 of the time: the sums of a large model are gigabytes."""
 
 
-def _compare_(state: PartialState) -> None:
-    """Note how far the halves are apart, once for each number of tokens."""
-    for layer, history in state.history.items():
-        gap = state.sums.gap(layer)
-        if gap is not None and (not history or history[-1][0] < state.sums.tokens):
-            history.append((state.sums.tokens, gap))
+class _PartialFile:
+    """The file with the running sums of an unfinished collection; without a path, nothing is
+    saved."""
 
+    def __init__(self, path: Path | None, spec: Mapping[str, Any], interval: float) -> None:
+        self.path = path
+        self.spec = spec
+        self.interval = interval
+        self.due = time.monotonic() + interval
 
-def _converged(state: PartialState, until: float | None) -> bool:
-    """Whether all layers' halves are as close as they should be."""
-    gaps = [history[-1][1] for history in state.history.values() if history]
-    return until is not None and len(gaps) == len(state.history) and max(gaps) <= until
+    def load(self) -> RunningSums | None:
+        """The sums that an interrupted collection with the same settings saved, if any."""
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                state = json.loads((file.metadata() or {})["state"])
+            if state.get("version") != PARTIAL_VERSION:
+                raise ValueError(f"format version {state.get('version', 1)}, not {PARTIAL_VERSION}")
+            self._check_spec(state["spec"])
+            tensors = load_file(self.path)
+            layers = state["spec"]["layers"]
+            return RunningSums(
+                halves={n: (tensors[f"{n}.0"], tensors[f"{n}.1"]) for n in layers},
+                counts=tuple(state["counts"]),
+                sequences=state["sequences"],
+                history={int(n): [(t, x) for t, x in h] for n, h in state["history"].items()},
+            )
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise BadRunFolder(
+                f"cannot resume from {self.path} ({error}); delete it to start over"
+            ) from error
 
+    def _check_spec(self, saved: Mapping[str, Any]) -> None:
+        changes = [
+            f"{name}: {saved.get(name)!r} there, {value!r} now"
+            for name, value in self.spec.items()
+            if saved.get(name) != value
+        ]
+        if changes:
+            raise BadRunFolder(
+                f"{self.path} is from a collection with other settings; use those, another --out, "
+                "or delete it to start over:\n  " + "\n  ".join(changes)
+            )
 
-def _next_look(tokens: int, growth: float) -> float:
-    look = float(FIRST_LOOK)
-    while look <= tokens:
-        look *= growth
-    return look
-
-
-def _moment(lm: "LM", state: PartialState, layer: int, corpus: str) -> SecondMoment:
-    return SecondMoment(
-        matrix=state.sums.mean(layer),
-        layer=layer,
-        tokens=state.sums.tokens,
-        corpus=corpus,
-        model=lm.name,
-        fingerprint=lm.fingerprint,
-        halves=tuple(state.history[layer]),
-    )
-
-
-def rows_of(lm: "LM", rows: int | None) -> Callable[[int], int]:
-    """How many windows of a length go together."""
-    facts_per_pass = TOKENS_AT_ONCE.get(lm.device.type, TOKENS_AT_ONCE["cpu"])
-    return lambda length: rows or max(1, facts_per_pass // length)
-
-
-def _checked(lm: "LM", layers: Sequence[int], tokens: int, shard: Shard) -> list[int]:
-    """The layers in order, each once; what cannot be is refused."""
-    wrong = [layer for layer in layers if not 0 <= layer < lm.n_layers]
-    if wrong or not layers:
-        raise BadSetting(f"layers {list(layers)}; {lm.name} has layers 0 to {lm.n_layers - 1}")
-    if tokens < 1:
-        raise BadSetting(f"{tokens} tokens; give at least 1")
-    if not 0 <= shard[0] < shard[1]:
-        raise BadSetting(f"shard {shard[0] + 1} of {shard[1]}; write 1/4 to 4/4 for four shards")
-    return sorted(set(layers))
+    def save_if_due(self, sums: RunningSums) -> None:
+        """Save the sums if the interval has passed."""
+        if self.path is None or time.monotonic() < self.due:
+            return
+        start = time.monotonic()
+        state = {
+            "version": PARTIAL_VERSION,
+            "spec": self.spec,
+            "sequences": sums.sequences,
+            "counts": sums.counts,
+            "history": sums.history,
+        }
+        tensors = {
+            f"{layer}.{i}": half.cpu()
+            for layer, halves in sums.halves.items()
+            for i, half in enumerate(halves)
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.path) as temporary:
+            save_file(tensors, temporary, metadata={"state": json.dumps(state)})
+        now = time.monotonic()
+        self.due = now + max(self.interval, MAX_SAVE_OVERHEAD * (now - start))

@@ -1,22 +1,22 @@
 """SecondMoment: C = E[k kᵀ] of the keys k that a layer's MLP output weight receives.
 
-C says which directions the keys of ordinary text use. An edit divides by it: of all the changes
-that make W k* = v*, the one along C⁻¹ k* disturbs other keys least (eq. 2 of the paper).
+C shows which directions the keys of ordinary text use. An edit multiplies by its inverse: of all
+updates that make W k* = v*, the one along C⁻¹ k* changes the output of other keys least (eq. 2).
 
-Second moments as files: safetensors, with what they were made from in the header.
+A second moment is stored as a safetensors file with its origin in the header. In full precision
+the file holds C in float32. In half precision it takes a quarter of the space: C = D R D, stored as
+the scales D (float32) and the upper triangle of the correlations R (float16, entries in [-1, 1]).
+That changes the eigenvalues of R by about 1e-3, so a C closer to singular than that needs a ridge.
 
-Plain, the file holds C in float32. Packed, it holds a quarter of that: C = D R D with the scales
-D (float32) and the upper triangle of the correlations R (half precision, entries within [-1, 1]).
-That moves the eigenvalues of R by some 1e-3: a C nearer to singular than that needs a ridge.
-
-Where a layer's statistics are: given files, the user's cache, or what comes with factscope.
+Files are looked up among those given, in the user's cache, and among those that factscope ships.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -35,128 +35,142 @@ __all__ = [
     "SecondMoment",
     "cached_path",
     "file_name",
-    "find_moment",
-    "gap_between",
-    "layers_with_moments",
-    "load_moment",
-    "merge",
-    "read_header",
-    "save_moment",
+    "find_second_moment",
+    "layers_with_second_moments",
+    "load_second_moment",
+    "merge_second_moments",
+    "save_second_moment",
 ]
-
-Factors = dict[tuple[float, torch.device], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecondMoment:
-    """The uncentred second moment of a layer's keys, with what it was made from."""
+    """The uncentred second moment of a layer's keys, and its origin."""
 
     matrix: Float[Tensor, "key key"]
     """C, float32."""
     layer: int
     tokens: int
-    """How many keys were averaged."""
+    """Number of keys averaged."""
     corpus: str
-    """What text, in words."""
+    """Description of the text."""
     model: str
     """The model's name."""
     fingerprint: str
-    """The fingerprint of its weights."""
-    halves: tuple[tuple[int, float], ...] = ()
-    """Tokens so far and the relative gap ‖C₁ - C₂‖ / ‖C‖ between two halves of the text."""
-    _factors: Factors = field(default_factory=dict, init=False, repr=False)
+    """The fingerprint of the model's weights."""
+    convergence_history: tuple[tuple[int, float], ...] = ()
+    """Tokens so far and split-half difference ‖C₁ - C₂‖ / ‖C‖ between two halves of the text."""
+    _factors: dict[tuple[float, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Cholesky factors of C by ridge and device."""
 
     @property
     def width(self) -> int:
-        """How wide a key is."""
+        """The length of a key."""
         return self.matrix.shape[0]
 
     @property
-    def gap(self) -> float | None:
-        """The last gap between two halves of the text, where one was measured."""
-        return self.halves[-1][1] if self.halves else None
+    def split_half_difference(self) -> float | None:
+        """The last split-half difference, if one was measured."""
+        return self.convergence_history[-1][1] if self.convergence_history else None
 
     def solve(self, keys: Float[Tensor, "n key"], *, ridge: float = 0.0) -> Float[Tensor, "n key"]:
         """C⁻¹ k for each key, on the keys' device; `ridge` · mean(diag C) is added to C's diagonal.
 
-        The factor is computed in float64 and kept, so that further keys cost next to nothing.
+        The Cholesky factor is computed in float64 and cached, so solving for further keys is cheap.
         """
         factor = self._factor(ridge, keys.device)
-        wide = keys.to(factor)
-        solved = torch.cholesky_solve(wide.T, factor).T
+        solved = torch.cholesky_solve(keys.to(factor).T, factor).T
         return solved.to(device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
 
+    def _factor(self, ridge: float, device: torch.device) -> Float[Tensor, "key key"]:
+        """The lower Cholesky factor of C with the ridge."""
+        if device.type == "mps":
+            device = torch.device("cpu")  # MPS has no float64
+        if (ridge, device) not in self._factors:
+            matrix = self.matrix.to(device, torch.float64, copy=True)
+            diagonal = matrix.diagonal()
+            diagonal += ridge * diagonal.mean()
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+            if failed.item() or not factor.isfinite().all():
+                raise BadStats(
+                    f"C of layer {self.layer} cannot be inverted: {self.tokens:,} tokens for keys "
+                    f"of width {self.width:,}, ridge {ridge:g}; collect more tokens (at least ten "
+                    "times the width), or raise the ridge"
+                )
+            self._factors[ridge, device] = factor
+        return self._factors[ridge, device]
+
     def check(self, lm: "LM", layer: int) -> None:
-        """These are statistics of that layer of that model, or an error says which they are of."""
+        """Raise an error unless these are the statistics of that layer of that model."""
+        command = f"`factscope stats --model {lm.name} --layer {layer}`"
         if self.fingerprint != lm.fingerprint:
             raise BadStats(
                 f"the statistics are of {self.model} (fingerprint {self.fingerprint[:16]}), not of "
-                f"{lm.name} as loaded here ({lm.fingerprint[:16]}); make them with "
-                f"`factscope stats --model {lm.name} --layer {layer}`"
+                f"{lm.name} as loaded here ({lm.fingerprint[:16]}); collect them with {command}"
             )
         if self.layer != layer:
             raise BadStats(
-                f"the statistics are of layer {self.layer} of {self.model}, layer {layer} is "
-                f"wanted; make them with `factscope stats --model {lm.name} --layer {layer}`"
+                f"the statistics are of layer {self.layer} of {self.model}, not of layer {layer}; "
+                f"collect them with {command}"
             )
         width = lm.mlp_weight(layer).shape[1]
         if self.width != width:
             raise BadStats(
-                f"the statistics are {self.width} wide, the keys of layer {layer} of {lm.name} "
-                f"are {width}; make them anew with `factscope stats`"
+                f"the statistics have width {self.width}, the keys of layer {layer} of {lm.name} "
+                f"have width {width}; collect them again with {command}"
             )
 
-    def _factor(self, ridge: float, device: torch.device) -> Float[Tensor, "key key"]:
-        """The lower Cholesky factor of C with the ridge."""
-        place = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-        if (ridge, place) not in self._factors:
-            self._factors[ridge, place] = self._factorise(ridge, place)
-        return self._factors[ridge, place]
 
-    def _factorise(self, ridge: float, device: torch.device) -> Float[Tensor, "key key"]:
-        matrix = self.matrix.to(device, torch.float64, copy=True)
-        diagonal = matrix.diagonal()
-        diagonal += ridge * diagonal.mean()
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if failed.item() or not factor.isfinite().all():
-            raise BadStats(
-                f"C of layer {self.layer} cannot be inverted: {self.tokens:,} tokens for keys "
-                f"{self.width:,} wide, ridge {ridge:g}; collect more tokens (ten times the width "
-                "or more), or raise the ridge"
-            )
-        return factor
+# ---- merging
 
 
-def merge(moments: Sequence[SecondMoment]) -> SecondMoment:
+def merge_second_moments(moments: Sequence[SecondMoment]) -> SecondMoment:
     """The second moment of several texts together, each weighted by its tokens.
 
-    The history of the first is kept; its last point becomes the gap between the odd and the even
-    ones of those merged.
+    The convergence history is the first one's; its new last point is the split-half difference
+    between every other one of the merged moments and the rest.
     """
     if not moments:
         raise BadStats("no statistics to merge; give at least one file")
     first = moments[0]
     for other in moments[1:]:
-        _must_fit(first, other)
-    _must_differ(moments)
-    tokens = sum(moment.tokens for moment in moments)
-    halves = first.halves
+        if _origin(first) != _origin(other):
+            names = [
+                "layer {} of {} ({:.16}), width {}".format(*_origin(m)) for m in (first, other)
+            ]
+            raise BadStats(f"cannot merge {names[0]} with {names[1]}; give files of one layer")
+    for a, b in combinations(moments, 2):
+        if (a.corpus, a.tokens) == (b.corpus, b.tokens) and torch.equal(
+            a.matrix.cpu(), b.matrix.cpu()
+        ):
+            raise BadStats(
+                f"the same statistics are given twice ({a.corpus}, {a.tokens:,} tokens); give each "
+                "file once"
+            )
+    tokens, mean = sum(moment.tokens for moment in moments), _mean(moments)
+    history = first.convergence_history
     if len(moments) > 1:
-        parts = mean_of(moments[::2]), mean_of(moments[1::2])
-        halves = (*halves, (tokens, gap_between(*parts, mean_of(moments))))
+        difference = (_mean(moments[::2]) - _mean(moments[1::2])).norm() / mean.norm()
+        history = (*history, (tokens, difference.item()))
     return SecondMoment(
-        matrix=mean_of(moments),
+        matrix=mean,
         layer=first.layer,
         tokens=tokens,
         corpus="; ".join(dict.fromkeys(moment.corpus for moment in moments)),
         model=first.model,
         fingerprint=first.fingerprint,
-        halves=halves,
+        convergence_history=history,
     )
 
 
-def mean_of(moments: Sequence[SecondMoment]) -> Float[Tensor, "key key"]:
-    """The matrices' mean, weighted by tokens, where the first of them is."""
+def _origin(moment: SecondMoment) -> tuple[int, str, str, int]:
+    return moment.layer, moment.model, moment.fingerprint, moment.width
+
+
+def _mean(moments: Sequence[SecondMoment]) -> Float[Tensor, "key key"]:
+    """The mean matrix, weighted by tokens, on the first one's device."""
     total = torch.zeros_like(moments[0].matrix)
     tokens = sum(moment.tokens for moment in moments)
     for moment in moments:
@@ -164,98 +178,87 @@ def mean_of(moments: Sequence[SecondMoment]) -> Float[Tensor, "key key"]:
     return total
 
 
-def gap_between(
-    one: Float[Tensor, "key key"], other: Float[Tensor, "key key"], whole: Float[Tensor, "key key"]
-) -> float:
-    """‖C₁ - C₂‖ / ‖C‖ in the Frobenius norm."""
-    return ((one - other).norm() / whole.norm()).item()
+# ---- files
 
-
-def _must_fit(first: SecondMoment, other: SecondMoment) -> None:
-    """Statistics of one layer of one model."""
-    names = [
-        f"layer {m.layer} of {m.model} ({m.fingerprint[:16]}), {m.width} wide"
-        for m in (first, other)
-    ]
-    if names[0] != names[1] or first.fingerprint != other.fingerprint:
-        raise BadStats(f"cannot merge {names[0]} with {names[1]}; give files of one layer")
-
-
-def _must_differ(moments: Sequence[SecondMoment]) -> None:
-    """The same text twice would count double."""
-    for i, one in enumerate(moments):
-        for other in moments[i + 1 :]:
-            alike = (one.corpus, one.tokens) == (other.corpus, other.tokens)
-            if alike and torch.equal(one.matrix.cpu(), other.matrix.cpu()):
-                raise BadStats(
-                    f"the same statistics are given twice ({one.corpus}, {one.tokens:,} tokens); "
-                    "give each file once"
-                )
-
-
+SUFFIX = ".safetensors"
 KIND = "factscope second moment"
-VERSION = 1
+VERSION = 2
+"""In version 1 the header field `convergence_history` was called `halves`."""
 
 
-def save_moment(moment: SecondMoment, path: Path, packed: bool = False) -> None:
-    """Write the moment, whole or not at all; `packed` in a quarter of the space."""
+def save_second_moment(moment: SecondMoment, path: Path, half_precision: bool = False) -> None:
+    """Write the file atomically; in half precision it takes a quarter of the space."""
     matrix = moment.matrix.detach().float().cpu()
-    tensors = pack(matrix) if packed else {"matrix": matrix.contiguous()}
+    tensors = _compress(matrix) if half_precision else {"matrix": matrix.contiguous()}
+    header = {
+        "kind": KIND,
+        "version": str(VERSION),
+        "model": moment.model,
+        "fingerprint": moment.fingerprint,
+        "layer": str(moment.layer),
+        "corpus": moment.corpus,
+        "tokens": str(moment.tokens),
+        "convergence_history": json.dumps(moment.convergence_history),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        # By way of bytes: safetensors' own files can be read by their maker only.
-        temporary.write_bytes(save(tensors, metadata=_header(moment)))
+        # Not safetensors' own save_file: it makes files that only their owner can read.
+        temporary.write_bytes(save(tensors, metadata=header))
 
 
-def load_moment(path: Path) -> SecondMoment:
-    """The moment in a file, plain or packed, on the CPU."""
-    header = read_header(path)
+def load_second_moment(path: Path) -> SecondMoment:
+    """Read a file of either precision, onto the CPU."""
+    header = _read_header(path)
     tensors = load_file(path)
     try:
-        matrix = unpack(tensors) if "scales" in tensors else tensors["matrix"]
+        history = header["halves" if header["version"] == "1" else "convergence_history"]
         return SecondMoment(
-            matrix=matrix,
+            matrix=_decompress(tensors) if "scales" in tensors else tensors["matrix"],
             layer=int(header["layer"]),
             tokens=int(header["tokens"]),
             corpus=header["corpus"],
             model=header["model"],
             fingerprint=header["fingerprint"],
-            halves=tuple((int(n), float(gap)) for n, gap in json.loads(header["halves"])),
+            convergence_history=tuple((int(n), float(x)) for n, x in json.loads(history)),
         )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
 
 
-def read_header(path: Path) -> Mapping[str, str]:
-    """What the file says of itself, without its matrix."""
+def _read_header(path: Path) -> Mapping[str, str]:
+    """The file's header, without reading its matrix."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
     except FileNotFoundError as error:
-        raise BadStats(f"there is no file {path}; `factscope stats` makes it") from error
+        raise BadStats(f"there is no file {path}; `factscope stats` writes it") from error
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, str(error)) from error
     if header.get("kind") != KIND:
-        raise BadStats(f"{path} holds no second moment; `factscope stats` makes such files")
+        raise BadStats(f"{path} is not a second moment; `factscope stats` writes such files")
     if not header.get("version", "").isdigit() or int(header["version"]) > VERSION:
         raise BadStats(
-            f"{path} has format {header.get('version')!r}, this factscope reads up to {VERSION}; "
-            "update factscope"
+            f"{path} has format version {header.get('version')!r}, this factscope reads up to "
+            f"{VERSION}; update factscope"
         )
     return header
 
 
-def pack(matrix: Float[Tensor, "key key"]) -> dict[str, Tensor]:
+def _unreadable(path: Path, reason: str) -> BadStats:
+    return BadStats(f"cannot read the statistics {path} ({reason}); delete and collect them again")
+
+
+def _compress(matrix: Float[Tensor, "key key"]) -> dict[str, Tensor]:
     """C = D R D as the scales D and the upper triangle of R in half precision."""
     scales = matrix.diagonal().sqrt()
-    safe = torch.where(scales > 0, scales, 1)  # a key that is always 0 stays so
-    correlations = matrix / torch.outer(safe, safe)
+    nonzero = torch.where(scales > 0, scales, 1)  # an entry that is 0 in every key stays 0
+    correlations = matrix / torch.outer(nonzero, nonzero)
     upper = torch.triu_indices(*matrix.shape)
     return {"scales": scales.clone(), "upper": correlations[upper[0], upper[1]].half()}
 
 
-def unpack(tensors: Mapping[str, Tensor]) -> Float[Tensor, "key key"]:
-    """C from its packed form."""
+def _decompress(tensors: Mapping[str, Tensor]) -> Float[Tensor, "key key"]:
+    """C from its scales and correlations."""
     scales = tensors["scales"]
     upper = torch.triu_indices(len(scales), len(scales))
     matrix = torch.zeros(len(scales), len(scales))
@@ -264,98 +267,64 @@ def unpack(tensors: Mapping[str, Tensor]) -> Float[Tensor, "key key"]:
     return matrix * torch.outer(scales, scales)
 
 
-def _header(moment: SecondMoment) -> dict[str, str]:
-    return {
-        "kind": KIND,
-        "version": str(VERSION),
-        "model": moment.model,
-        "fingerprint": moment.fingerprint,
-        "layer": str(moment.layer),
-        "corpus": moment.corpus,
-        "tokens": str(moment.tokens),
-        "halves": json.dumps(moment.halves),
-    }
+# ---- lookup
 
-
-def _unreadable(path: Path, reason: Any) -> BadStats:
-    return BadStats(f"the statistics {path} cannot be read ({reason}); delete and make them again")
-
-
-SUFFIX = ".safetensors"
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def find_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> SecondMoment | None:
-    """The statistics of a model's layer, from the given files or folders or else from where they
-    are kept; None where there are none.
+def find_second_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> SecondMoment | None:
+    """The statistics of a layer from the given files or folders, or else from the user's cache or
+    those shipped with factscope; None if there are none.
 
-    Files that were given and do not fit are an error: nothing else is taken in their place.
+    If files are given and none fits, that is an error: no other source is used instead.
     """
-    if given:
-        return _from_given(lm, layer, list(_files(given)))
-    cached = cached_path(lm, layer)
-    for path in [*([cached] if cached.is_file() else []), *sorted(SHIPPED.glob(f"*{SUFFIX}"))]:
-        if _fits(path, lm, layer):
-            return _checked(path, lm, layer)
-    return None
-
-
-def layers_with_moments(lm: "LM") -> list[int]:
-    """The layers whose statistics are kept here, without reading them."""
-    shipped = sorted(SHIPPED.glob(f"*{SUFFIX}"))
-    return [
-        layer
-        for layer in range(lm.n_layers)
-        if any(
-            path.is_file() and _fits(path, lm, layer) for path in [cached_path(lm, layer), *shipped]
-        )
+    paths = [
+        file
+        for path in given
+        for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])
     ]
-
-
-def cached_path(lm: "LM", layer: int) -> Path:
-    """Where `factscope stats` keeps a layer's statistics."""
-    return cache_folder() / "stats" / lm.fingerprint[:16] / file_name(layer)
-
-
-def file_name(layer: int) -> str:
-    """What a layer's file is called in a folder."""
-    return f"layer-{layer:02}{SUFFIX}"
-
-
-def _from_given(lm: "LM", layer: int, paths: Sequence[Path]) -> SecondMoment:
-    """The first of the files that is of this model and layer."""
-    for path in paths:
+    for path in paths if given else _stored_paths(lm, layer):
         if _fits(path, lm, layer):
-            return _checked(path, lm, layer)
+            moment = load_second_moment(path)
+            moment.check(lm, layer)
+            return moment
+    if not given:
+        return None
     if len(paths) == 1:
-        load_moment(paths[0]).check(lm, layer)
-    there = [f"{path.name}: layer {h['layer']} of {h['model']}" for path, h in _headers(paths)]
+        load_second_moment(paths[0]).check(lm, layer)  # its error says what does not fit
+    headers = [(path.name, _read_header(path)) for path in paths[:8]]
+    found = [f"{name}: layer {h.get('layer')} of {h.get('model')}" for name, h in headers]
     raise BadStats(
         f"none of the given statistics is of layer {layer} of {lm.name} as loaded here "
-        f"({'; '.join(there[:8]) or 'no files'}); make them with "
+        f"({'; '.join(found) or 'no files'}); collect them with "
         f"`factscope stats --model {lm.name} --layer {layer}`"
     )
 
 
-def _files(given: Sequence[Path]) -> Iterator[Path]:
-    for path in given:
-        if path.is_dir():
-            yield from sorted(path.glob(f"*{SUFFIX}"))
-        else:
-            yield path
+def layers_with_second_moments(lm: "LM") -> list[int]:
+    """The layers whose statistics are in the cache or shipped; only file headers are read."""
+    return [
+        layer
+        for layer in range(lm.n_layers)
+        if any(_fits(path, lm, layer) for path in _stored_paths(lm, layer))
+    ]
 
 
-def _headers(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, str]]]:
-    for path in paths:
-        yield path, {"layer": "?", "model": "?", **read_header(path)}
+def cached_path(lm: "LM", layer: int) -> Path:
+    """Where the user's cache keeps a layer's statistics."""
+    return cache_folder() / "stats" / lm.fingerprint[:16] / file_name(layer)
+
+
+def file_name(layer: int) -> str:
+    """The name of a layer's file in a folder."""
+    return f"layer-{layer:02}{SUFFIX}"
+
+
+def _stored_paths(lm: "LM", layer: int) -> list[Path]:
+    cached = cached_path(lm, layer)
+    return [*([cached] if cached.is_file() else []), *sorted(SHIPPED.glob(f"*{SUFFIX}"))]
 
 
 def _fits(path: Path, lm: "LM", layer: int) -> bool:
-    header = read_header(path)
+    header = _read_header(path)
     return (header.get("fingerprint"), header.get("layer")) == (lm.fingerprint, str(layer))
-
-
-def _checked(path: Path, lm: "LM", layer: int) -> SecondMoment:
-    moment = load_moment(path)
-    moment.check(lm, layer)
-    return moment

@@ -1,0 +1,254 @@
+"""factscope stats: collect, merge and show second moments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from factscope.errors import BadSetting
+from factscope.report.figures.training import convergence_figure
+from factscope.stats.second_moment import (
+    cached_path,
+    find_second_moment,
+    load_second_moment,
+    save_second_moment,
+)
+from second_moments import relative_difference, second_moment
+
+from commands import Result, Run, runner, saved_model
+from tokenizers_ import TEXT
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_figure_has_a_line_for_each_layer() -> None:
+    points = [(1000 * 2**i, 0.5 / 2 ** (i / 2)) for i in range(8)]
+    fig = convergence_figure({5: points, 6: points, 7: ()}, "a $model$")
+    ax = fig.axes[0]
+    assert [line.get_label() for line in ax.lines] == ["layer 5", "layer 6"]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    with pytest.raises(BadSetting, match="too short"):
+        convergence_figure({5: ()}, "m")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny GPT-2."""
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def stats(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:  # fmt: skip
+    """`factscope stats` in an empty folder with a text, on the tiny model where it takes one."""
+    factscope = runner(tmp_path, cache, monkeypatch, capsys)
+    (tmp_path / "t.txt").write_text(TEXT.replace(".\n", ".\n\n"))
+
+    def run(*words: object) -> Result:
+        plain = words and words[0] in ("merge", "show", "--help")
+        more = () if plain else ("--model", model, "--device", "cpu", "--seq-length", 16)
+        return factscope("stats", *words, *more)
+
+    return run
+
+
+def test_stats_go_to_the_cache(stats: Run, model: Path, cache: Path) -> None:
+    from factscope.lm.load import load
+
+    result = stats("--layer", 1, "--text", "t.txt", "--tokens", 400)
+    assert result.code == 0, result.err
+    found = find_second_moment(load(model, device="cpu"), 1)
+    assert found is not None
+    assert found.tokens == 400
+    assert found.corpus.startswith("t.txt (sha256 ")
+    assert "sequences of 16 tokens, seed 0" in found.corpus
+    path = cached_path(load(model, device="cpu"), 1)
+    assert str(path) in result.out
+    assert "400 tokens, split-half difference 0." in result.out
+    assert "are few for keys 128 wide" in result.err
+    assert [file.name for file in path.parent.iterdir()] == ["layer-01.safetensors"]
+
+
+def test_stats_of_several_layers_as_json(stats: Run, tmp_path: Path) -> None:
+    result = stats(
+        "-l", "0-1", "-l", 2, "--text", "t.txt", "--tokens", 320, "-o", "here", "--json",
+        "--half-precision", "--figure", "c.png", "--batch-size", 4,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert [row["layer"] for row in told] == [0, 1, 2]
+    assert [Path(row["file"]).name for row in told] == [f"layer-0{i}.safetensors" for i in range(3)]
+    assert {row["tokens"] for row in told} == {320}
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    size = (tmp_path / "here" / "layer-00.safetensors").stat().st_size
+    assert size < 128 * 128 * 4 * 0.27 + 1500
+    shown = stats("show", *sorted((tmp_path / "here").iterdir()))
+    assert shown.code == 0
+    assert shown.out.count("128 wide") == 3
+
+
+def test_shards_on_the_command_line(stats: Run, tmp_path: Path) -> None:
+    flags = ("--layer", 1, "--text", "t.txt", "--tokens", 640)
+    for i in (1, 2, 3):
+        result = stats(*flags, "--shard", f"{i}/3", "-o", "parts")
+        assert result.code == 0, result.err
+        assert "factscope stats merge" in result.out
+    assert stats("collect", *flags, "-o", "whole.safetensors").code == 0
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert [part.name for part in parts] == [
+        f"layer-01-shard-{i}-of-3.safetensors" for i in (1, 2, 3)
+    ]
+    result = stats("merge", *parts, "-o", "merged.safetensors")
+    assert result.code == 0, result.err
+    merged = load_second_moment(tmp_path / "merged.safetensors")
+    whole = load_second_moment(tmp_path / "whole.safetensors")
+    assert merged.tokens == whole.tokens == 640
+    assert relative_difference(merged.matrix, whole.matrix) < 1e-6
+
+
+def test_without_a_text_the_model_generates_one(stats: Run, tmp_path: Path) -> None:
+    result = stats("--layer", 1, "--tokens", 64, "--seed", 7, "-o", "w.safetensors", "--json")
+    assert result.code == 0, result.err
+    assert "generates its own text" in result.err
+    [row] = json.loads(result.out)
+    assert row["corpus"].startswith("text generated by ")
+    assert row["corpus"].endswith(", sequences of 16 tokens, seed 7")
+
+
+def test_the_help_shows_flags_and_commands(stats: Run) -> None:
+    for words in (("--help",), ("collect", "--help"), ()):
+        result = stats(*words) if words else stats("--help")
+        assert result.code == 0
+        assert "--layer" in result.out
+    result = stats("--help")
+    for word in ("merge", "show", "--convergence", "--shard", "--text"):
+        assert word in result.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--layer", 9), ("layers is [9]", "layers 0 to 2")),
+        (("--layer", "x"), ("'x' is no number",)),
+        (("--layer", "3-1"), ("run backwards",)),
+        (("--layer", 1, "--text", "no.txt"), ("no text file no.txt",)),
+        (("--layer", 1, "--dataset", "a", "--text", "t.txt"), ("give one of them",)),
+        (("--layer", 1, "--shard", "5/4"), ("'5/4'",)),
+        (("--layer", 1, "--out", "m.npz"), ("'m.npz'", ".safetensors")),
+        (("--layer", "1-2", "--out", "m.safetensors"), ("give a folder",)),
+        (("--layer", 1, "--figure", "f.gif"), ("'f.gif'", ".png")),
+    ],
+)
+def test_mistakes_are_one_message(
+    stats: Run, flags: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    result = stats(*flags)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("factscope:") == 1
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in result.err
+
+
+def test_mistakes_with_files(stats: Run, tmp_path: Path) -> None:
+    for words in (("merge", "t.txt", "-o", "x.safetensors"), ("show", "t.txt")):
+        result = stats(*words)
+        assert result.code == 2
+        assert "cannot read" in result.err
+    save_second_moment(second_moment(), tmp_path / "a.safetensors")
+    result = stats("merge", "a.safetensors", "a.safetensors", "-o", "b.safetensors")
+    assert result.code == 2
+    assert "given twice" in result.err
+
+
+def test_a_missing_layer_is_a_usage_error(stats: Run) -> None:
+    result = stats("--tokens", 5)
+    assert result.code == 2
+    assert "--layer" in result.err
+
+
+def test_a_killed_collection_resumes(stats: Run, model: Path, tmp_path: Path) -> None:
+    flags = ("--layer", 1, "--text", "t.txt", "--tokens", 1500, "--batch-size", 1)
+    assert stats(*flags, "-o", "whole.safetensors").code == 0
+    probe = (
+        "import sys, time\n"
+        "from factscope.stats import covariance\n"
+        "save = covariance._PartialFile.save_if_due\n"
+        "def slow(self, sums):\n"
+        "    self.due = 0\n"
+        "    save(self, sums)\n"
+        "    time.sleep(0.05)\n"
+        "covariance._PartialFile.save_if_due = slow\n"
+        "from factscope.cli.main import main\n"
+        "main()\n"
+    )
+    words = [*flags, "-o", "killed.safetensors", "--model", model, "--device", "cpu"]
+    command = [sys.executable, "-c", probe, "stats", *map(str, [*words, "--seq-length", 16])]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    partial = tmp_path / "killed.safetensors.partial"
+    for _ in range(6000):
+        if partial.is_file() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert partial.is_file()
+    assert not (tmp_path / "killed.safetensors").exists()
+    refused = stats(*flags[:4], "--tokens", 1400, "--batch-size", 1, "-o", "killed.safetensors")
+    assert refused.code == 2
+    assert "other settings" in refused.err
+    assert stats(*flags, "-o", "killed.safetensors").code == 0
+    assert not partial.exists()
+    killed, whole = (load_second_moment(tmp_path / f"{x}.safetensors") for x in ("killed", "whole"))
+    assert torch.equal(killed.matrix, whole.matrix)
+    assert killed.convergence_history == whole.convergence_history
+
+
+def test_the_first_word_that_is_no_command_means_the_default() -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from factscope.cli.group import DefaultGroup
+
+    app = typer.Typer()
+    edit = typer.Typer(cls=DefaultGroup, no_args_is_help=True)
+    app.add_typer(edit, name="edit")
+
+    @edit.command("make")
+    def make(prompt: str, layer: int = 5) -> None:
+        typer.echo(f"make {prompt!r} {layer}")
+
+    @edit.command("show")
+    def show(file: str) -> None:
+        typer.echo(f"show {file!r}")
+
+    @app.command()
+    def other() -> None:
+        typer.echo("other")
+
+    def said(*words: str) -> str:
+        return CliRunner().invoke(app, words, env={"COLUMNS": "120"}).output.strip()
+
+    assert said("edit", "The Eiffel Tower is", "--layer", "3") == "make 'The Eiffel Tower is' 3"
+    assert said("edit", "--layer", "3", "show") == "make 'show' 3"
+    assert said("edit", "--", "show") == "make 'show' 5"
+    assert said("edit", "make", "show") == "make 'show' 5"
+    assert said("edit", "show", "a.safetensors") == "show 'a.safetensors'"
+    for words in (("edit",), ("edit", "--help")):
+        for word in ("--layer", "show", "make"):
+            assert word in said(*words)
+    assert "--layer" in said("edit", "make", "--help")
+    assert "--layer" not in said("edit", "show", "--help")
+    assert "No such option" in said("edit", "a prompt", "--layr", "3")
