@@ -174,3 +174,33 @@ def test_a_flag_has_one_meaning() -> None:
 
     with pytest.raises(TypeError, match="--steps would be the flag of two fields"):
         settings_of(Twice)
+
+
+def test_a_required_setting_must_be_given() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needs(Base):
+        """Options."""
+
+        files: tuple[Path, ...]
+        """Files to read."""
+        out: Annotated[Path, Flag(required=True)] = Path()
+        """Folder."""
+
+    assert [name for name, s in settings_of(Needs).items() if s.required] == ["files", "out"]
+    assert build(Needs, {"files": "a", "out": "b"}) == Needs(files=(Path("a"),), out=Path("b"))
+    with pytest.raises(BadSetting, match="--files is required: Files to read"):
+        build(Needs, {"out": "b"})
+    with pytest.raises(BadSetting, match="--out is required"):
+        build(Needs(files=()), {})
+
+
+def test_types_that_only_type_checkers_know_are_not_parsed() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Late(Base):
+        """Options."""
+
+        weights: "NowhereDefined | Path | None" = None  # pyright: ignore  # noqa: F821
+        """Weights."""
+
+    assert build(Late(), {"weights": "a"}).weights == Path("a")
+    assert settings_of(Late)["weights"].expected == "give a path or none"

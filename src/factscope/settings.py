@@ -19,19 +19,21 @@ annotation changes the name or the parser; a field marked `INTERNAL` is no flag.
 """
 
 import ast
+import builtins
 import dataclasses
 import difflib
 import inspect
 import math
 import operator
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -66,6 +68,8 @@ class Flag:
     repeated: bool = False
     """Whether the flag can be given several times; `parse` then takes a list."""
     positional: bool = False
+    required: bool = False
+    """Whether it must be given though the field has a default."""
 
 
 INTERNAL = Flag(name="-")
@@ -208,8 +212,8 @@ def settings_of(kind: Any) -> dict[str, Setting]:
     return found
 
 
-def build(base: T, given: Mapping[str, Any]) -> T:
-    """The base with the given settings parsed and set; an unknown name is an error."""
+def build(base: T | type[T], given: Mapping[str, Any]) -> T:
+    """The base, or a new instance of a class, with the given settings parsed and set."""
     known = settings_of(base)
     changes: dict[tuple[str, ...], Any] = {}
     for name, text in given.items():
@@ -222,6 +226,9 @@ def build(base: T, given: Mapping[str, Any]) -> T:
             for other, x in zip(setting.flag.also, others, strict=True):
                 changes[(*setting.path[:-1], other)] = x
         changes[setting.path] = value
+    for name, setting in known.items():
+        if setting.required and name not in given:
+            raise BadSetting(f"--{name} is required: {setting.help}")
     return _replace(base, changes)
 
 
@@ -259,16 +266,18 @@ def _walk(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
         if is_dataclass(default) and setting.flag.parse is None:
             yield from _walk(default, (*path, name))
         else:
-            help = docs.get(name, "")
-            yield replace(setting, path=(*path, name), default=default, help=help)
+            yield replace(
+                setting, path=(*path, name), default=default, help=docs.get(name, ""),
+                required=setting.flag.required or (setting.required and instance is None),
+            )  # fmt: skip
 
 
 @cache
 def _fields(kind: Any) -> tuple[Setting, ...]:
     """The fields of one dataclass, its own before those that it inherits."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     found = []
-    for field in sorted(fields(kind), key=lambda field: _owner(kind, field.name)):
+    for field in sorted(fields(kind), key=lambda field: _position(kind, field.name)):
         hint, notes = hints[field.name], ()
         if get_origin(hint) is Annotated:
             hint, *notes = get_args(hint)
@@ -287,10 +296,32 @@ def _fields(kind: Any) -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def _owner(kind: type, name: str) -> int:
-    """How far up a class inherits a field from."""
-    mro = enumerate(kind.__mro__)
-    return next(i for i, base in mro if name in inspect.get_annotations(base))
+def _hints(kind: type) -> dict[str, Any]:
+    """Field name to type. Names that are imported for type checkers only become `_Unknown`."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        names = _Names({**vars(builtins), **vars(sys.modules[base.__module__])})
+        for name, hint in inspect.get_annotations(base).items():
+            found[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
+    return found
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> type:
+        return _Unknown
+
+
+class _Unknown:
+    """A type that text cannot be parsed to."""
+
+
+def _position(kind: type, name: str) -> tuple[int, int]:
+    """How far up a class declares a field, and where there."""
+    for i, base in enumerate(kind.__mro__):
+        declared = list(inspect.get_annotations(base))
+        if name in declared:
+            return i, declared.index(name)
+    raise AssertionError(name)
 
 
 @cache
@@ -314,12 +345,18 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _replace(value: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """`dataclasses.replace` along paths."""
+    """`dataclasses.replace` along paths; a class is called instead."""
     own = {path[0]: x for path, x in changes.items() if len(path) == 1}
     for name in {path[0]: None for path in changes if len(path) > 1}:
         below = {path[1:]: x for path, x in changes.items() if path[0] == name and len(path) > 1}
-        own[name] = _replace(getattr(value, name), below)
-    return replace(value, **own)
+        own[name] = _replace(_default(value, name), below)
+    return value(**own) if isinstance(value, type) else replace(value, **own)
+
+
+def _default(value: Any, name: str) -> Any:
+    if not isinstance(value, type):
+        return getattr(value, name)
+    return next(setting.default for setting in _fields(value) if setting.path == (name,))
 
 
 # ---- values

@@ -21,7 +21,7 @@ from factscope.editing.editor import Editor
 from factscope.errors import BadSetting, FactscopeError
 from factscope.facts import Fact
 from factscope.progress import Progress, no_progress
-from factscope.settings import check
+from factscope.settings import INTERNAL, Flag, check
 
 if TYPE_CHECKING:
     from factscope.editing.edit import Edit
@@ -92,17 +92,39 @@ PathRule = Literal["radau", "ends"]
 FineTuneMethod = Literal["ft", "ft-l", "attn"]
 
 
+def _parse_prefixes(file: Any) -> tuple[str, ...]:
+    from factscope.editing.contexts import read_prefixes
+
+    return read_prefixes(Path(file))
+
+
+def _parse_stats(given: Any) -> Any:
+    words = [given] if isinstance(given, str) else list(given)
+    if words in (["find"], ["none"]):
+        return "find" if words == ["find"] else "identity"
+    for word in words:
+        if not Path(word).exists():
+            raise ValueError(f"{word} does not exist; `factscope stats` collects statistics")
+    return tuple(map(Path, words))
+
+
+STATS = Flag(name="stats", parse=_parse_stats, repeated=True)
+"""The flag of `second_moment`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefixSettings:
     """Context prefixes: short texts before the prompt, so that an edit holds in any context."""
 
-    prefixes: tuple[str, ...] | None = None
-    """Texts to put before the prompt; None lets the model generate them."""
+    prefixes: Annotated[tuple[str, ...] | None, Flag(parse=_parse_prefixes)] = None
+    """Texts to put before the prompt (as a flag, a file with one per line); None lets the model
+    generate them."""
     prefix_lengths: PrefixLengths = ((10, 5),)
-    """(tokens, number of prefixes) to generate for each length; () for no prefixes."""
+    """Prefixes to generate, as pairs of length and number (as a flag, 5x10,10x10); none for no
+    prefixes."""
     prefix_bos_counts: bool = False
     """Count BOS as one of these tokens, as the authors' code does."""
-    seed: int = 0
+    seed: Annotated[int, Flag(name="prefix-seed")] = 0
     """Seed for generating the prefixes."""
 
 
@@ -166,15 +188,17 @@ class Rome(PrefixSettings, Editor):
     token: EditToken = "subject-last"
     """Token at which the fact is written."""
     prefix_lengths: PrefixLengths = ((5, 10), (10, 10))
-    """(tokens, number of prefixes) to generate for each length; () for no prefixes."""
+    """Prefixes to generate, as pairs of length and number (as a flag, 5x10,10x10); none for no
+    prefixes."""
     key: Literal["mean", "bare"] = "mean"
     """Key k in the denominator and residual of the update: the mean over contexts, as in C⁻¹k*, or
     the key of the bare prompt, as in the paper's code, where the mismatch sometimes gives an update
     that breaks the model."""
     value: Literal["mean", "bare"] = "mean"
     """Value that δ is added to: the mean over contexts, or that of the bare prompt."""
-    second_moment: SecondMomentSetting = "find"
-    """C. With "identity" this is not the paper's method."""
+    second_moment: Annotated[SecondMomentSetting, STATS] = "find"
+    """C (as a flag: files or folders of `factscope stats`, repeatable, or none for C = I, which is
+    not the paper's method)."""
     ridge: float = 1e-3
     """Added to the diagonal of C, as a fraction of its mean."""
     search: ValueSearch = field(default_factory=ValueSearch)
@@ -258,8 +282,9 @@ class Memit(PrefixSettings, Editor):
     key: Literal["mean", "half-bare"] = "mean"
     """Key of a fact: the mean over all contexts; or, as in the authors' code, the mean of the bare
     prompt's key and of the mean after the prefixes."""
-    second_moment: SecondMomentSetting = "find"
-    """C of every layer."""
+    second_moment: Annotated[SecondMomentSetting, STATS] = "find"
+    """C of every layer (as a flag: files or folders of `factscope stats`, repeatable, or none for
+    C = I)."""
     ridge: float = 1e-3
     """Added to the diagonal of C, as a fraction of its mean."""
     search: ValueSearch = field(default_factory=ValueSearch)
@@ -325,7 +350,7 @@ class FineTune(Editor):
 
     layer: int | None = None
     """Layer that is trained; None for the model's default."""
-    weights: Literal["mlp", "attn"] = "mlp"
+    weights: Annotated[Literal["mlp", "attn"], INTERNAL] = "mlp"
     """What is trained: the MLP's output weight, or the query, key and value projections."""
     max_change: Annotated[float | Literal["default"] | None, Gt(0)] = None
     """Largest change of an entry (the paper's ε); None for no limit, "default" for the model's."""
@@ -385,7 +410,7 @@ def _as_in_paper(settings: FineTune) -> FineTune:
 class KN(PrefixSettings, Editor):
     """Knowledge Neurons: edit the MLP neurons that the old object is attributed to."""
 
-    steps: Annotated[int, Ge(2)] = 4
+    steps: Annotated[int, Ge(2), Flag(name="integration-steps")] = 4
     """Quadrature nodes on each interval of the attribution path."""
     rule: PathRule = "radau"
     """Quadrature rule: Radau, or, as in the paper's code, equally spaced nodes with equal weights,
