@@ -1,21 +1,19 @@
-"""What a run writes to disk: one record a line, JSON, raw scores only. No torch.
+"""Records: what runs write to disk, one JSON object per line, raw scores only. No torch.
 
-A causal trace as it is written down: three runs, and every cell's restored probability.
+TraceRecord       the causal trace of one fact                    factscope trace
+EditRecord        one edited fact, its prompts before and after   factscope edit
+CaseRecord        one case of an evaluation                       factscope evaluate
+TrainingRecord    held-out metrics at one step of training        factscope train
 
-A case as evaluation writes it down: raw scores of its prompts before and after an edit.
-
-An edit as it is written down: what was changed where, and the prompts before and after.
-
-TrainingRecord: how far a learned editor is, seen on examples that it is not trained on.
-
-Files of records: one a line.
+Each line says its `kind` and the `version` of the format. Lines without a version are of
+version 1; their old field names are translated when they are read.
 """
 
 import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +23,7 @@ from factscope.io import write_atomic
 
 __all__ = [
     "KINDS",
+    "VERSION",
     "CaseRecord",
     "CaseScores",
     "CellTable",
@@ -32,30 +31,53 @@ __all__ = [
     "EditRecord",
     "Generation",
     "Phase",
+    "Prediction",
+    "PromptChange",
     "PromptScore",
-    "PromptScores",
     "Protocol",
-    "TargetScores",
     "TraceRecord",
     "TrainingRecord",
     "as_cell_table",
     "read_case_records",
     "read_edit_records",
-    "read_records",
+    "read_trace_records",
     "read_training_records",
     "write_records",
 ]
 
+VERSION = 2
+"""Version of the record format."""
+
+RENAMED = {
+    "edit": {"health": "checks", "places": "changed_weights"},
+    "case": {"health": "checks", "moment": "phase"},
+    "training": {
+        "trained": "train_loss", "before": "unedited_loss", "edit": "edit_loss",
+        "rephrased": "rephrase_loss", "local": "locality_loss", "said": "edit_accuracy",
+        "said_rephrased": "rephrase_accuracy", "kept": "locality_accuracy",
+    },
+    "scores": {"tokens": "token_correct", "reference": "reference_similarity"},
+    "prompt": {"new_right": "new_correct", "true_right": "true_correct"},
+}  # fmt: skip
+"""Field names of version 1 → today's, by the object that has them."""
+
 KINDS = ("states", "mlp", "attn")
-"""What a trace restores: single states, or windows of MLP or of attention outputs."""
+"""What a trace restores: single states, or windows of MLP or attention outputs."""
 
 CellTable = tuple[tuple[float | None, ...], ...]
 """A table token × layer; None where the cell was not measured."""
 
 
+# ---- traces
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceRecord:
-    """One fact's causal trace (paper §2.1): three runs, and every cell's restored probability."""
+    """The causal trace of one fact (paper §2.1): three runs, and each cell's restored probability.
+
+    Clean run, corrupted run (noise on the subject's embeddings), and corrupted runs in which one
+    cell is restored to its clean value.
+    """
 
     fact: Fact
     model: str
@@ -64,21 +86,21 @@ class TraceRecord:
     subject: tuple[int, int]
     """The subject's tokens, as [start, stop)."""
     answer: str
-    """The token that the clean run predicts, as text; its probability is what is traced."""
+    """The token that the clean run predicts, as text; its probability is traced."""
     answer_id: int
     known: bool
-    """Whether the answer is what the fact's target says; True where no target was given."""
+    """Whether the answer matches the fact's target; True if the fact has no target."""
     clean: float
     """P[o], the answer's probability in the clean run."""
     corrupted: float
     """P*[o], its mean probability over the corrupted runs."""
     corrupted_samples: tuple[float, ...]
-    """The same for each sample of the noise."""
+    """P*[o] for each noise sample."""
     restored: Mapping[str, CellTable] = field(default_factory=dict)
-    """For each kind of `KINDS`: token × layer of P*[o] with that cell restored."""
+    """For each kind in `KINDS`: token × layer of P*[o] with that cell restored."""
     severed: Mapping[str, CellTable] = field(default_factory=dict)
-    """For "mlp" or "attn": restored *states* in the graph where that module is severed at the
-    restored token (the paper's Figure 3)."""
+    """For "mlp" or "attn": P*[o] with restored *states* while that module is severed at the
+    restored token (Figure 3)."""
     gradients: Mapping[str, CellTable] = field(default_factory=dict)
     """For each kind: the norm of the integrated gradient at each state (App. B)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -91,169 +113,74 @@ class TraceRecord:
 
     def to_json(self) -> str:
         """The record as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, allow_nan=False)
+        return _to_line("trace", self)
 
     @classmethod
     def from_json(cls, line: str) -> "TraceRecord":
-        """The record of one line of JSON."""
+        """Parse one line of JSON."""
         try:
-            fields = json.loads(line)
+            fields = _from_line("trace", line)
             fields["fact"] = Fact(**fields["fact"])
             for name in ("restored", "severed", "gradients"):
                 fields[name] = {kind: as_cell_table(rows) for kind, rows in fields[name].items()}
             for name in ("tokens", "subject", "corrupted_samples"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             raise BadRecord(f"not a trace record ({error}): {line[:80]!r}") from error
 
 
 def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:
-    """A table of plain numbers; what is not a number becomes None."""
+    """A table of plain numbers; NaN becomes None."""
     return tuple(
         tuple(None if x is None or math.isnan(x) else float(x) for x in row) for row in rows
     )
 
 
-Protocol = Literal["single", "sequential", "batch"]
-"""Each edit on a fresh model; one after another on the same; or many facts in one edit."""
-Phase = Literal["edit", "end"]
-"""When a case was scored: right after its own edit, or after the last one of a sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptScore:
-    """What a model thinks of both objects after one prompt."""
-
-    new: float
-    """Mean negative log-likelihood of the new object's tokens; exp(-new) is the paper's P."""
-    true: float
-    """The same of the true object."""
-    new_right: bool
-    """Whether every token of the new object is the likeliest where it stands."""
-    true_right: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseScores:
-    """Everything that was asked of one model, edited or not, about one case."""
-
-    prompts: Mapping[str, tuple[PromptScore, ...]] = field(default_factory=dict)
-    """CounterFact: by kind, "prompt", "paraphrase", "neighbour" and "attribute", each text's."""
-    tokens: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-    """zsRE: by kind, "prompt", "paraphrase" and "neighbour", of each token of the right answer
-    whether it is the likeliest."""
-    texts: tuple[str, ...] = ()
-    """What the model wrote, each text with the opening that it was given."""
-    reference: float | None = None
-    """How like those texts are to the reference texts: the cosine of their TF-IDF vectors."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseRecord:
-    """One case of an evaluation."""
-
-    fact: Fact
-    """The fact as it shall be: its target is the new object."""
-    true: str | None
-    data: str
-    """The set that the case is from: "counterfact" or "zsre"."""
-    model: str
-    method: str
-    """Of the edit; "none" for the model as it is."""
-    protocol: Protocol = "single"
-    phase: Phase = "edit"
-    step: int | None = None
-    """Which edit of a sequence or which batch it was, from 0."""
-    before: CaseScores | None = None
-    """The unedited model's scores."""
-    after: CaseScores | None = None
-    """The edited model's; None where the edit failed."""
-    error: str | None = None
-    """Why there is no edit."""
-    checks: Mapping[str, Any] = field(default_factory=dict)
-    """The guard rails of the edit, as in an `EditRecord`."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether there is no edit."""
-        return self.error is not None
-
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        fields = {"kind": "case", **dataclasses.asdict(self)}
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> "CaseRecord":
-        """The record of one line of JSON."""
-        try:
-            fields = json.loads(line)
-            if fields.pop("kind", None) != "case":
-                raise ValueError("it does not say that it is one")
-            fields["fact"] = Fact(**fields["fact"])
-            for name in ("before", "after"):
-                fields[name] = scores_from(fields[name])
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError, BadFact) as error:
-            raise BadRecord(f"not a case's record ({error}): {line[:80]!r}") from error
-
-
-def scores_from(fields: dict[str, Any] | None) -> CaseScores | None:
-    """The scores as JSON gave them back."""
-    if fields is None:
-        return None
-    return CaseScores(
-        prompts={
-            k: tuple(PromptScore(**x) for x in asked) for k, asked in fields["prompts"].items()
-        },
-        tokens={k: tuple(right) for k, right in fields["tokens"].items()},
-        texts=tuple(fields["texts"]),
-        reference=fields["reference"],
-    )
+# ---- edits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedWeight:
-    """A weight that an edit changes."""
+    """A weight matrix that an edit changes."""
 
     name: str
     shape: tuple[int, ...]
-    """Of its change, in the paper's orientation."""
+    """Shape of the change ΔW in the paper's orientation (value × key)."""
     rank: int
     norm: float
-    """The Frobenius norm of the change."""
+    """Frobenius norm of ΔW."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetScores:
-    """What a model thinks of a prompt. P of several tokens is their geometric mean."""
+class Prediction:
+    """What a model predicts after a prompt. P of several tokens is their geometric mean."""
 
     new: float
-    """P of the new object."""
+    """P(new object)."""
     old: float | None
-    """P of the old object, where one is known."""
+    """P(old object), where the old object is known."""
     top: str
-    """The likeliest next token."""
+    """The most likely next token."""
     top_probability: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptScores:
-    """A prompt before and after an edit."""
+class PromptChange:
+    """A prompt and the model's predictions before and after an edit."""
 
     kind: str
-    """The fact's own "prompt", a "paraphrase" or a "neighbour" of it."""
+    """"prompt" (the fact's own), "paraphrase" or "neighbour"."""
     text: str
     new: str
     old: str | None
-    before: TargetScores
-    after: TargetScores
+    before: Prediction
+    after: Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How the model goes on with a text, before and after an edit."""
+    """The continuation of a text before and after an edit."""
 
     text: str
     before: str
@@ -262,138 +189,268 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class EditRecord:
-    """One fact's rewriting: what was written where, and what the model says before and after."""
+    """One edited fact: the changed weights, and the model's predictions before and after."""
 
     fact: Fact
-    """The fact as it shall be: its target is the new object."""
+    """The fact after the edit: its target is the new object."""
     true: str | None
-    """The old object: the true one where it was given, else what the model said before."""
+    """The old object: the true one if it was given, else the unedited model's prediction."""
     model: str
     method: str
     changed_weights: tuple[ChangedWeight, ...]
-    prompts: tuple[PromptScores, ...]
+    prompts: tuple[PromptChange, ...]
     """The fact's own prompt first, then paraphrases, then neighbours."""
     generations: tuple[Generation, ...] = ()
     checks: Mapping[str, Any] = field(default_factory=dict)
-    """The guard rails: figures, their limits and the complaints; empty where not measured. A
-    figure that is not finite is None."""
+    """Edit checks: measurements (None if not finite), `limits` and `complaints`; empty if the
+    edit was not checked."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """How the edit was made, every default spelled out."""
+    """The editor's settings, defaults included."""
 
     @property
-    def own(self) -> PromptScores:
+    def own(self) -> PromptChange:
         """The fact's own prompt."""
         return self.prompts[0]
 
-    def of_kind(self, kind: str) -> list[PromptScores]:
+    def of_kind(self, kind: str) -> list[PromptChange]:
         """The prompts of one kind."""
-        return [scores for scores in self.prompts if scores.kind == kind]
+        return [prompt for prompt in self.prompts if prompt.kind == kind]
 
     def to_json(self) -> str:
         """The record as one line of JSON."""
-        fields = {"kind": "edit", **dataclasses.asdict(self)}
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False)
+        return _to_line("edit", self)
 
     @classmethod
     def from_json(cls, line: str) -> "EditRecord":
-        """The record of one line of JSON."""
+        """Parse one line of JSON."""
         try:
-            fields = json.loads(line)
-            if fields.pop("kind", None) != "edit":
-                raise ValueError("it does not say that it is one")
-            return cls(
-                **{
-                    **fields,
-                    "fact": Fact(**fields["fact"]),
-                    "changed_weights": tuple(
-                        ChangedWeight(**{**place, "shape": tuple(place["shape"])})
-                        for place in fields["changed_weights"]
-                    ),
-                    "prompts": tuple(map(_prompt_scores, fields["prompts"])),
-                    "generations": tuple(Generation(**g) for g in fields["generations"]),
-                }
+            fields = _from_line("edit", line)
+            fields["fact"] = Fact(**fields["fact"])
+            fields["changed_weights"] = tuple(
+                ChangedWeight(**{**weight, "shape": tuple(weight["shape"])})
+                for weight in fields["changed_weights"]
             )
-        except (ValueError, KeyError, TypeError, AttributeError, BadFact) as error:
-            raise BadRecord(f"not an edit's record ({error}): {line[:80]!r}") from error
+            fields["prompts"] = tuple(
+                PromptChange(
+                    **{
+                        **prompt,
+                        "before": Prediction(**prompt["before"]),
+                        "after": Prediction(**prompt["after"]),
+                    }
+                )
+                for prompt in fields["prompts"]
+            )
+            fields["generations"] = tuple(Generation(**g) for g in fields["generations"])
+            return cls(**fields)
+        except MALFORMED as error:
+            raise BadRecord(f"not an edit record ({error}): {line[:80]!r}") from error
 
 
-def _prompt_scores(fields: dict[str, Any]) -> PromptScores:
-    both = {name: TargetScores(**fields[name]) for name in ("before", "after")}
-    return PromptScores(**{**fields, **both})
+# ---- cases of an evaluation
+
+Protocol = Literal["single", "sequential", "batch"]
+"""Each edit on a fresh model; one edit after another on the same model; or one edit of many
+facts."""
+Phase = Literal["edit", "end"]
+"""When a case was scored: right after its own edit, or after the last edit of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScore:
+    """How likely the new and the true object are after one prompt."""
+
+    new: float
+    """Mean negative log-likelihood of the new object's tokens; exp(-new) is the paper's P."""
+    true: float
+    """The same for the true object."""
+    new_correct: bool
+    """Whether every token of the new object is the most likely one at its position."""
+    true_correct: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseScores:
+    """All raw scores of one model, edited or not, on one case."""
+
+    prompts: Mapping[str, tuple[PromptScore, ...]] = field(default_factory=dict)
+    """CounterFact: for each kind ("prompt", "paraphrase", "neighbour", "attribute") the scores of
+    its prompts."""
+    token_correct: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    """zsRE: for each kind ("prompt", "paraphrase", "neighbour") and each token of the correct
+    answer, whether it is the most likely one."""
+    texts: tuple[str, ...] = ()
+    """Generated texts, each with its generation prompt."""
+    reference_similarity: float | None = None
+    """Cosine of the TF-IDF vectors of the generated texts and the reference texts (RS)."""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "CaseScores":
+        """The scores as parsed from JSON."""
+        fields = _renamed("scores", fields)
+        return cls(
+            prompts={
+                kind: tuple(PromptScore(**_renamed("prompt", score)) for score in scores)
+                for kind, scores in fields["prompts"].items()
+            },
+            token_correct={kind: tuple(x) for kind, x in fields["token_correct"].items()},
+            texts=tuple(fields["texts"]),
+            reference_similarity=fields["reference_similarity"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRecord:
+    """One case of an evaluation."""
+
+    fact: Fact
+    """The fact after the edit: its target is the new object."""
+    true: str | None
+    data: str
+    """The data set, such as "counterfact" or "zsre"."""
+    model: str
+    method: str
+    """The editing method; "none" for the unedited model."""
+    protocol: Protocol = "single"
+    phase: Phase = "edit"
+    step: int | None = None
+    """Index of the edit in its sequence, or of the batch, from 0."""
+    before: CaseScores | None = None
+    """Scores of the unedited model."""
+    after: CaseScores | None = None
+    """Scores of the edited model; None if the edit failed."""
+    error: str | None = None
+    """Why the edit failed."""
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    """Edit checks, as in an `EditRecord`."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the edit failed."""
+        return self.error is not None
+
+    def to_json(self) -> str:
+        """The record as one line of JSON."""
+        return _to_line("case", self)
+
+    @classmethod
+    def from_json(cls, line: str) -> "CaseRecord":
+        """Parse one line of JSON."""
+        try:
+            fields = _from_line("case", line)
+            fields["fact"] = Fact(**fields["fact"])
+            for name in ("before", "after"):
+                if fields[name] is not None:
+                    fields[name] = CaseScores.from_dict(fields[name])
+            return cls(**fields)
+        except MALFORMED as error:
+            raise BadRecord(f"not a case record ({error}): {line[:80]!r}") from error
+
+
+# ---- training of a learned editor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    """Means over the held-out examples at one step."""
+    """One evaluation of a hypernetwork in training: means over the validation examples."""
 
     step: int
     seconds: float
-    """Of training so far, interruptions not counted."""
-    trained: float | None
-    """The mean loss of training since the record before; None in the first."""
+    """Training time so far, without interruptions."""
+    train_loss: float | None
+    """Mean training loss since the last evaluation; None in the first."""
     loss: float
-    """What training makes small."""
-    before: float
-    """The new object's loss before the edits."""
-    edit: float
-    """And after them."""
-    rephrased: float
-    """The same in other words."""
-    local: float
-    """KL(unedited ‖ edited) where nothing should change."""
-    said: float
-    """The share of edits after which the new object is the likeliest."""
-    said_rephrased: float
-    kept: float
-    """The share of likeliest tokens that stayed where nothing should change."""
+    """The weighted loss that training minimises."""
+    unedited_loss: float
+    """-log P of the new object before the edit."""
+    edit_loss: float
+    """-log P of the new object after the edit."""
+    rephrase_loss: float
+    """The same for a paraphrase of the prompt."""
+    locality_loss: float
+    """KL(unedited ‖ edited) on a prompt that the edit must not change."""
+    edit_accuracy: float
+    """Fraction of edits after which every token of the new object is the most likely one."""
+    rephrase_accuracy: float
+    """The same for a paraphrase of the prompt."""
+    locality_accuracy: float
+    """Fraction of most likely tokens that the edit does not change on the locality prompt."""
 
     def to_json(self) -> str:
         """The record as one line of JSON."""
-        return json.dumps(asdict(self))
+        return _to_line("training", self, allow_nan=True)  # a diverged loss is NaN
 
     @classmethod
     def from_json(cls, line: str) -> "TrainingRecord":
-        """The record of a line."""
+        """Parse one line of JSON."""
         try:
-            said: dict[str, Any] = json.loads(line)
-            return cls(**said)
-        except (ValueError, TypeError) as error:
-            raise BadRecord(f"not a record of training ({error}): {line!r:.80}") from error
+            return cls(**_from_line("training", line))
+        except MALFORMED as error:
+            raise BadRecord(f"not a record of training ({error}): {line[:80]!r}") from error
 
 
+# ---- lines and files
+
+Record = TraceRecord | EditRecord | CaseRecord | TrainingRecord
 T = TypeVar("T")
 
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, BadFact)
+"""What parsing a malformed line raises."""
 
-def write_records(
-    path: Path, records: Iterable[TraceRecord | EditRecord | CaseRecord | TrainingRecord]
-) -> None:
-    """Write the records, one a line; the file appears whole or not at all."""
+
+def _to_line(kind: str, record: Any, *, allow_nan: bool = False) -> str:
+    fields = {"kind": kind, "version": VERSION, **dataclasses.asdict(record)}
+    return json.dumps(fields, ensure_ascii=False, allow_nan=allow_nan)
+
+
+def _from_line(kind: str, line: str) -> dict[str, Any]:
+    """The fields of a line, named as today."""
+    fields = json.loads(line)
+    version = fields.pop("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise BadRecord(
+            f"the record has format version {version!r}; this factscope reads versions 1 to "
+            f"{VERSION}, so update factscope"
+        )
+    # Version 1 did not write the kind of traces and of training records.
+    found = fields.pop("kind", kind if version == 1 and kind in ("trace", "training") else None)
+    if found != kind:
+        raise ValueError(f"its kind is {found!r}")
+    return _renamed(kind, fields)
+
+
+def _renamed(what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = RENAMED.get(what, {})
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write the records, one per line; the file appears whole or not at all."""
     write_atomic(path, "".join(r.to_json() + "\n" for r in records))
 
 
-def read_records(path: Path) -> Iterator[TraceRecord]:
-    """The traces of a file, in order."""
+def read_trace_records(path: Path) -> Iterator[TraceRecord]:
+    """The traces in a file, in order."""
     return _read(path, TraceRecord.from_json, "factscope trace --out")
 
 
 def read_edit_records(path: Path) -> Iterator[EditRecord]:
-    """The edits of a file, in order."""
+    """The edits in a file, in order."""
     return _read(path, EditRecord.from_json, "factscope edit --json")
 
 
 def read_case_records(path: Path) -> Iterator[CaseRecord]:
-    """The evaluated cases of a file, in order."""
+    """The evaluated cases in a file, in order."""
     return _read(path, CaseRecord.from_json, "factscope evaluate --out")
 
 
 def read_training_records(path: Path) -> Iterator[TrainingRecord]:
-    """How a training went, in order."""
+    """The evaluations of a training run in a file, in order."""
     return _read(path, TrainingRecord.from_json, "factscope train --out")
 
 
-def _read(path: Path, from_json: Callable[[str], T], maker: str) -> Iterator[T]:
+def _read(path: Path, from_json: Callable[[str], T], command: str) -> Iterator[T]:
     if not path.is_file():
-        raise BadRecord(f"no records at {path}; `{maker}` writes them")
+        raise BadRecord(f"no records at {path}; `{command}` writes them")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -1,4 +1,4 @@
-"""Roles, averages and intervals, against numbers worked out by hand."""
+"""Token roles, average effects and intervals against numbers computed by hand."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ NONE = (None, None)
 
 
 def record(tokens: str, subject: tuple[int, int], **fields: Any) -> TraceRecord:
-    """A trace of the words in `tokens`; clean 0.9 and corrupted 0.1 unless said."""
+    """A trace of the words in `tokens`; clean 0.9 and corrupted 0.1 by default."""
     words = tokens.split()
     name = " ".join(words[slice(*subject)])
     defaults: dict[str, Any] = {
@@ -49,7 +49,7 @@ def record(tokens: str, subject: tuple[int, int], **fields: Any) -> TraceRecord:
 
 
 def traced(scores: dict[int, tuple[float | None, ...]], **fields: Any) -> TraceRecord:
-    """ "the a b c is in" with the subject "a b c"; rows not given hold the corrupted score."""
+    """ "the a b c is in" with the subject "a b c"; other rows hold the corrupted score."""
     rows = tuple(scores.get(i, (0.1, 0.1)) for i in range(6))
     return record("the a b c is in", (1, 4), restored={"states": rows}, **fields)
 
@@ -120,7 +120,9 @@ def test_every_token_has_its_role():
     ],
     ids=["one-token subject", "one token after", "subject at the end"],
 )
-def test_where_roles_meet_the_one_nearer_to_the_prediction_wins(tokens, subject, default, paper):
+def test_if_several_roles_fit_the_one_nearer_to_the_prediction_counts(
+    tokens, subject, default, paper
+):
     assert list(roles(record(tokens, subject))) == default
     assert list(roles(record(tokens, subject), paper=True)) == paper
 
@@ -166,13 +168,13 @@ def two_lengths() -> list[TraceRecord]:
     ]
 
 
-def test_pooling_facts_weighs_facts_alike():
+def test_pooling_facts_gives_each_fact_the_same_weight():
     middle = average_effects(two_lengths()).row("middle subject tokens")
     assert middle.mean.tolist() == pytest.approx([0.2])  # 0.3, and the mean of 0, 0.1, 0.2
     assert middle.n.tolist() == [2]
 
 
-def test_pooling_tokens_is_the_papers():
+def test_pooling_tokens_as_in_the_paper():
     middle = average_effects(two_lengths(), pooling="tokens").row("middle subject tokens")
     scores = [0.4, 0.2, 0.3, 0.4]
     assert middle.mean.tolist() == pytest.approx([np.mean(scores) - 0.15])
@@ -186,7 +188,7 @@ def test_paper_roles_count_a_one_token_subject_twice():
     assert row(average_effects([one], paper_roles=True), "first subject token") == [0.4]
 
 
-def test_traces_of_different_depth_do_not_average():
+def test_traces_with_different_numbers_of_layers_are_refused():
     deep = record("a is in", (0, 1), restored={"states": ((0.5,) * 3,) * 3})
     with pytest.raises(BadRecord, match=r"numbers of layers \[2, 3\]"):
         average_effects([traced({}), deep])
@@ -206,9 +208,9 @@ def test_a_table_with_missing_rows_is_an_error():
         cell_table(record("a is in", (0, 1), restored={"states": ((0.5,),)}), "states")
 
 
-def test_tables_have_names():
+def test_an_unknown_table_is_refused():
     assert "states severed mlp" in TABLES
-    with pytest.raises(BadSetting, match="no table 'stats'"):
+    with pytest.raises(BadSetting, match="table is 'stats'"):
         average_effects([traced({})], "stats")
 
 
@@ -226,8 +228,8 @@ def severed(intact: float, mlp: float, attn: float) -> TraceRecord:
     return traced({3: (intact, 0.1)}, severed={"mlp": rows(mlp), "attn": rows(attn)})
 
 
-def test_the_severed_graphs_by_hand():
-    alone = traced({3: (0.9, 0.9)})  # not traced in a severed graph: not compared
+def test_the_severed_comparison_by_hand():
+    alone = traced({3: (0.9, 0.9)})  # has no severed tables: not compared
     comparison = severed_comparison([severed(0.5, 0.1, 0.5), severed(0.7, 0.3, 0.6), alone])
     assert comparison.facts == 2
     assert comparison.intact.mean.tolist() == pytest.approx([0.5, 0])
@@ -237,13 +239,13 @@ def test_the_severed_graphs_by_hand():
     assert comparison.lost["mlp"][0].half_width == pytest.approx(0)  # 0.4 in both facts
 
 
-def test_without_severed_graphs_there_is_no_comparison():
+def test_without_severed_tables_there_is_no_comparison():
     assert not has_severed([traced({})])
     with pytest.raises(BadRecord, match="severed"):
         severed_comparison([traced({})])
 
 
-def test_the_sites_are_the_peaks():
+def test_early_and_late_site_are_the_peaks():
     facts = [traced({3: (0.5 + d, 0.2), 5: (0.1, 0.9 - d)}) for d in (-0.01, 0.0, 0.01)]
     effects = average_effects(facts)
     early, late = early_site(effects), late_site(effects)
@@ -252,5 +254,5 @@ def test_the_sites_are_the_peaks():
     assert early.excludes_zero
     assert late.excludes_zero
     assert early.stands_out
-    rivalled = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
-    assert not early_site(rivalled).stands_out
+    contested = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
+    assert not early_site(contested).stands_out

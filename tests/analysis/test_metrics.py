@@ -1,4 +1,4 @@
-"""The paper's metrics, by hand and as properties; texts by their words; the published rows."""
+"""The paper's metrics by hand and by their properties; text statistics; the published rows."""
 
 import math
 import random
@@ -13,11 +13,11 @@ from factscope.analysis.metrics import (
     case_metrics,
     fit_idf,
     fluency,
-    idf_of,
+    idf_by_term,
     merge_runs,
     ngram_entropy,
     reference_similarity,
-    summaries,
+    summarize,
     tfidf,
     words,
 )
@@ -27,12 +27,12 @@ from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores, PromptScore
 
 
-def asked(
-    new: float, true: float, new_right: bool = False, true_right: bool = False
+def score(
+    new: float, true: float, new_correct: bool = False, true_correct: bool = False
 ) -> PromptScore:
-    """Both objects by their probabilities."""
+    """A prompt's score from the probabilities of both objects."""
     return PromptScore(
-        new=-math.log(new), true=-math.log(true), new_right=new_right, true_right=true_right
+        new=-math.log(new), true=-math.log(true), new_correct=new_correct, true_correct=true_correct
     )
 
 
@@ -44,19 +44,19 @@ def case(number: int = 0, after: CaseScores | None = None, **fields: Any) -> Cas
 
 SCORES = CaseScores(
     prompts={
-        "prompt": (asked(0.5, 0.1, new_right=True),),
-        "paraphrase": (asked(0.4, 0.2, new_right=True), asked(0.1, 0.3)),
+        "prompt": (score(0.5, 0.1, new_correct=True),),
+        "paraphrase": (score(0.4, 0.2, new_correct=True), score(0.1, 0.3)),
         "neighbour": (
-            asked(0.1, 0.6, true_right=True), asked(0.2, 0.2), asked(0.3, 0.1), asked(0.1, 0.2),
+            score(0.1, 0.6, true_correct=True), score(0.2, 0.2), score(0.3, 0.1), score(0.1, 0.2),
         ),
-        "attribute": (asked(0.9, 0.1),),
+        "attribute": (score(0.9, 0.1),),
     },
     texts=("a b a b a", "a b c d"),
-    reference=0.25,
+    reference_similarity=0.25,
 )  # fmt: skip
 
 
-def test_a_case_by_hand():
+def test_metrics_of_a_case_by_hand():
     found = case_metrics(SCORES)
     assert found == pytest.approx(
         {
@@ -67,27 +67,27 @@ def test_a_case_by_hand():
     )  # fmt: skip
 
 
-def test_a_tie_fails_both_ways():
-    tie = (asked(0.2, 0.2),)
+def test_a_tie_is_no_success():
+    tie = (score(0.2, 0.2),)
     kinds = ("prompt", "paraphrase", "neighbour")
     found = case_metrics(CaseScores(prompts=dict.fromkeys(kinds, tie)))
     assert [found[name] for name in ("ES", "PS", "NS", "EM", "PM", "NM")] == [0] * 6
 
 
 def test_underflowing_probabilities_are_still_compared():
-    far = PromptScore(new=1000.0, true=1001.0, new_right=False, true_right=False)
+    far = PromptScore(new=1000.0, true=1001.0, new_correct=False, true_correct=False)
     assert case_metrics(CaseScores(prompts={"prompt": (far,)}))["ES"] == 1
 
 
 def test_zsre_by_hand():
     def tokens(*rows: tuple[bool, ...]) -> CaseScores:
         return CaseScores(
-            tokens=dict(zip(("prompt", "paraphrase", "neighbour"), rows, strict=True))
+            token_correct=dict(zip(("prompt", "paraphrase", "neighbour"), rows, strict=True))
         )
 
     before = tokens((False, False), (False,), (True, True))
     after = tokens((True, True), (False,), (True, False))
-    plain, edited = summaries([case(before=before, after=after, data="zsre")])
+    plain, edited = summarize([case(before=before, after=after, data="zsre")])
     means = {name: value.mean for name, value in edited.metrics.items()}
     assert means == {"efficacy": 1, "paraphrase": 0, "specificity": 0.5, "drawdown": 0.5}
     assert plain.metrics["specificity"].mean == 1
@@ -95,14 +95,14 @@ def test_zsre_by_hand():
 
 
 def one(new: float, true: float) -> CaseScores:
-    """The same answer to every prompt."""
-    answer = (asked(new, true),)
+    """The same score after every prompt."""
+    answer = (score(new, true),)
     return CaseScores(prompts=dict.fromkeys(("prompt", "paraphrase"), answer))
 
 
-def test_means_over_cases_with_the_population_deviation():
+def test_intervals_use_the_population_standard_deviation():
     records = [case(i, one(*p)) for i, p in enumerate([(0.3, 0.1), (0.1, 0.3), (0.5, 0.1)])]
-    (summary,) = summaries(records)
+    (summary,) = summarize(records)
     magnitude, success = summary.metrics["EM"], summary.metrics["ES"]
     assert success.mean == pytest.approx(2 / 3)
     assert success.half_width == pytest.approx(1.96 * math.sqrt(2 / 9) / math.sqrt(3))
@@ -116,42 +116,42 @@ def test_s_is_the_harmonic_mean_of_the_means():
     cases = [
         CaseScores(
             prompts={
-                kind: (asked(0.2, 0.1) if (right[i] == (kind != "neighbour")) else asked(0.1, 0.2),)
+                kind: (score(0.2, 0.1) if (right[i] == (kind != "neighbour")) else score(0.1, 0.2),)
                 for kind, right in rates.items()
             }
         )
         for i in range(2)
     ]
-    (summary,) = summaries([case(i, scores) for i, scores in enumerate(cases)])
+    (summary,) = summarize([case(i, scores) for i, scores in enumerate(cases)])
     assert summary.metrics["S"].mean == pytest.approx(3 / (1 + 2 + 2))
     assert math.isnan(summary.metrics["S"].half_width)
 
 
-def test_s_is_zero_as_soon_as_one_rate_is():
-    (summary,) = summaries([case(0, CaseScores(prompts={
-        "prompt": (asked(0.2, 0.1),), "paraphrase": (asked(0.2, 0.1),),
-        "neighbour": (asked(0.2, 0.1),),
+def test_s_is_zero_if_one_rate_is_zero():
+    (summary,) = summarize([case(0, CaseScores(prompts={
+        "prompt": (score(0.2, 0.1),), "paraphrase": (score(0.2, 0.1),),
+        "neighbour": (score(0.2, 0.1),),
     }))])  # fmt: skip
     assert summary.metrics["S"].mean == 0
 
 
 def test_failed_cases_are_counted_and_left_out():
     failed = case(1, None, error="no progress", before=one(0.1, 0.3))
-    plain, edited = summaries([case(0, one(0.3, 0.1), before=one(0.1, 0.3)), failed])
+    plain, edited = summarize([case(0, one(0.3, 0.1), before=one(0.1, 0.3)), failed])
     assert (edited.cases, edited.failed, edited.metrics["ES"].n) == (2, 1, 1)
     assert (plain.cases, plain.failed, plain.metrics["ES"].n) == (2, 0, 2)
-    (nothing,) = summaries([case(1, None, error="no progress")])
+    (nothing,) = summarize([case(1, None, error="no progress")])
     assert (nothing.failed, nothing.metrics) == (1, {})
 
 
-def test_a_failed_case_with_scores_is_no_success():
-    (edited,) = summaries([case(0, one(0.9, 0.1), error="undone")])
+def test_a_failed_case_with_scores_is_left_out():
+    (edited,) = summarize([case(0, one(0.9, 0.1), error="undone")])
     assert (edited.failed, edited.metrics) == (1, {})
 
 
-def test_no_record_and_a_single_one():
-    assert summaries([]) == []
-    (summary,) = summaries([case(0, one(0.3, 0.1))])
+def test_summaries_of_no_record_and_of_one():
+    assert summarize([]) == []
+    (summary,) = summarize([case(0, one(0.3, 0.1))])
     assert summary.metrics["ES"].mean == 1
     assert math.isnan(summary.metrics["ES"].half_width)  # one case has no interval
 
@@ -166,7 +166,7 @@ def test_groups_come_in_order_the_unedited_model_first():
         case(0, one(0.1, 0.3), method="rome", protocol="sequential", step=0, phase="end"),
         case(0, one(0.3, 0.1), model="other"),
     ]
-    rows = [(s.model, s.method, s.protocol, s.phase, s.cases) for s in summaries(records)]
+    rows = [(s.model, s.method, s.protocol, s.phase, s.cases) for s in summarize(records)]
     assert rows == [
         ("tiny", "none", "single", "edit", 2),
         ("tiny", "rome", "single", "edit", 2),
@@ -177,23 +177,23 @@ def test_groups_come_in_order_the_unedited_model_first():
     ]
 
 
-def test_the_unedited_model_takes_the_fullest_scores_of_a_case():
+def test_the_unedited_row_takes_the_most_complete_scores_of_a_case():
     texts = CaseScores(prompts=one(0.1, 0.3).prompts, texts=("a b c",))
-    plain, *_ = summaries(
+    plain, *_ = summarize(
         [case(before=one(0.1, 0.3), after=SCORES), case(method="ft", before=texts, after=SCORES)]
     )
     assert (plain.cases, plain.metrics["GE"].n) == (1, 1)
-    (alone,) = summaries([case(method="none", after=SCORES)])
+    (alone,) = summarize([case(method="none", after=SCORES)])
     assert not alone.edited
     assert alone.metrics["ES"].mean == 1
 
 
-def test_a_case_counts_once():
+def test_two_records_of_a_case_are_refused():
     with pytest.raises(BadRecord, match="two records of the case '0'"):
-        summaries([case(0, SCORES), case(0, SCORES)])
+        summarize([case(0, SCORES), case(0, SCORES)])
 
 
-def test_runs_that_try_the_same_cases_keep_their_names():
+def test_runs_of_the_same_cases_are_named_by_their_run():
     runs = {"a": [case(0, SCORES)], "b": [case(0, SCORES)], "c": [case(1, SCORES, method="ft")]}
     assert [r.method for r in merge_runs(runs)] == ["rome (a)", "rome (b)", "ft"]
     parts = {"a": [case(0, SCORES)], "b": [case(1, SCORES)]}
@@ -202,19 +202,19 @@ def test_runs_that_try_the_same_cases_keep_their_names():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_metrics_of_random_cases(seed: int):
-    """Bounds, the mirror image and the order of cases."""
+    """Bounds, mirrored cases, and independence of the order of cases."""
     rng = random.Random(seed)
 
     def ask() -> PromptScore:
-        return asked(rng.uniform(0.01, 0.5), rng.choice([0.2, rng.uniform(0.01, 0.5)]))
+        return score(rng.uniform(0.01, 0.5), rng.choice([0.2, rng.uniform(0.01, 0.5)]))
 
     kinds = ("prompt", "paraphrase", "neighbour")
     many = [
         CaseScores(prompts={k: tuple(ask() for _ in range(rng.randint(1, 5))) for k in kinds})
         for _ in range(rng.randint(2, 30))
     ]
-    (summary,) = summaries(case(i, scores) for i, scores in enumerate(many))
-    (shuffled,) = summaries(case(i, s) for i, s in enumerate(rng.sample(many, len(many))))
+    (summary,) = summarize(case(i, scores) for i, scores in enumerate(many))
+    (shuffled,) = summarize(case(i, s) for i, s in enumerate(rng.sample(many, len(many))))
     means = {name: value.mean for name, value in summary.metrics.items()}
     assert means == pytest.approx({n: v.mean for n, v in shuffled.metrics.items()})
     assert all(0 <= means[name] <= 1 for name in ("S", "ES", "PS", "NS"))
@@ -225,7 +225,7 @@ def test_metrics_of_random_cases(seed: int):
         CaseScores(prompts={"prompt": s.prompts["neighbour"], "neighbour": s.prompts["prompt"]})
         for s in many
     ]
-    (mirror,) = summaries(case(i, scores) for i, scores in enumerate(turned))
+    (mirror,) = summarize(case(i, scores) for i, scores in enumerate(turned))
     assert mirror.metrics["EM"].mean == pytest.approx(-means["NM"])
     ties = np.mean([np.mean([a.new == a.true for a in s.prompts["prompt"]]) for s in many])
     assert mirror.metrics["NS"].mean == pytest.approx(1 - means["ES"] - ties)
@@ -234,7 +234,7 @@ def test_metrics_of_random_cases(seed: int):
 # ---- texts
 
 
-def test_words_are_cut_as_in_the_treebank():
+def test_words_are_split_as_in_the_penn_treebank():
     assert words("Mr. Doe isn't in the U.S. now. He can't, \"it's 3.5\" (or 1,000)... cannot!") == [
         "Mr.", "Doe", "is", "n't", "in", "the", "U.S.", "now", ".", "He", "ca", "n't", ",", '"',
         "it", "'s", "3.5", '"', "(", "or", "1,000", ")", "...", "can", "not", "!",
@@ -245,7 +245,7 @@ def test_words_are_cut_as_in_the_treebank():
     assert words(" \n") == []
 
 
-def test_entropy_by_hand():
+def test_ngram_entropy_by_hand():
     assert ngram_entropy(["a", "b", "a", "b", "a"], 2) == 1  # ab ab, ba ba
     assert ngram_entropy(["a", "b", "c", "d"], 2) == pytest.approx(math.log2(3))
     assert ngram_entropy(["a"], 2) == 0
@@ -254,12 +254,12 @@ def test_entropy_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_entropy_is_that_of_the_frequencies(seed: int):
+def test_ngram_entropy_is_the_entropy_of_the_frequencies(seed: int):
     rng = random.Random(seed)
     tokens = rng.choices("abc", k=rng.randint(3, 60))
     counts = Counter(pairwise(tokens))
-    shares = np.array(list(counts.values())) / counts.total()
-    assert ngram_entropy(tokens, 2) == pytest.approx(-(shares * np.log2(shares)).sum())
+    frequencies = np.array(list(counts.values())) / counts.total()
+    assert ngram_entropy(tokens, 2) == pytest.approx(-(frequencies * np.log2(frequencies)).sum())
     assert ngram_entropy(tokens, 2) <= math.log2(len(tokens) - 1) + 1e-9
 
 
@@ -277,7 +277,7 @@ def test_idf_and_cosine_by_hand():
     assert same == pytest.approx(the**2 / (the**2 + cat**2))
 
 
-def test_likeness_at_its_ends():
+def test_similarity_is_one_for_the_same_terms_and_zero_for_none_in_common():
     idf = fit_idf(["one two", "two three"])
     assert reference_similarity(["one", "two"], ["two one"], idf) == pytest.approx(1)
     assert reference_similarity(["one"], ["three"], idf) == 0
@@ -289,10 +289,10 @@ def test_likeness_at_its_ends():
     assert fit_idf([]) == {}
 
 
-def test_a_stored_vocabulary_gives_the_same():
+def test_idf_from_a_stored_vocabulary():
     idf = fit_idf(["one two", "two three"])
-    places = {term: place for place, term in enumerate(idf)}
-    assert idf_of(places, np.array(list(idf.values())).tolist()) == idf
+    indices = {term: index for index, term in enumerate(idf)}
+    assert idf_by_term(indices, np.array(list(idf.values())).tolist()) == idf
 
 
 # ---- published
@@ -330,7 +330,7 @@ def test_published_counterfact_rows():
     assert {r.cases for r in rows.values()} == {2000, 7500}
 
 
-def test_the_published_scores_are_harmonic_means_of_their_rates():
+def test_published_s_is_the_harmonic_mean_of_the_published_rates():
     for row in PUBLISHED:
         if "S" in row.metrics:
             rates = [row.metrics[name].mean for name in ("ES", "PS", "NS")]
@@ -348,6 +348,6 @@ def test_published_zsre_rows():
 
 
 @pytest.mark.parametrize("name", ["gpt-j-6b", "EleutherAI/gpt-j-6b", "EleutherAI/gpt-j-6B"])
-def test_published_rows_by_the_names_in_use(name: str):
+def test_published_rows_are_found_by_common_names_of_the_model(name: str):
     assert [row.method for row in published(name, "counterfact")][:2] == ["none", "ft"]
     assert published(name, "zsre") == published("gpt2", "counterfact") == []

@@ -1,4 +1,4 @@
-"""Preferences: shares, ratios and intervals by hand, by their properties and by simulation."""
+"""Preferences: fractions, ratios and intervals by hand, by properties and by simulation."""
 
 import math
 import random
@@ -59,7 +59,7 @@ def test_counts_and_ratios_by_hand() -> None:
     (found,) = preferences(table(["aab-", "aaa-", "abab"]))
     assert found.wins == (7, 3)
     assert (found.ties, found.votes, found.raters, found.cases) == (2, 10, 3, 4)
-    assert found.share == 0.7
+    assert found.fraction == 0.7
     assert found.ratio == pytest.approx(7 / 3)
     assert found.left == 7  # A always stood there
     # pairs of raters on the same case: aaa 3 of 3, aab 1, baa 1, --b 1; of 12
@@ -71,7 +71,7 @@ def test_counts_and_ratios_by_hand() -> None:
 
 
 def test_clustered_variance_by_hand() -> None:
-    """Two raters, two cases: one always A, the other always B. Rests are ±½; sums by rater ±1,
+    """Two raters, two cases: one always A, the other always B. Residuals are ±½; sums by rater ±1,
     by case 0, by vote ±½: (2·(1+1) + 0 - 4/3·(4·¼)) / 16, and no less than the raters' own part.
     """
     votes = table(["aa", "bb"])
@@ -89,15 +89,15 @@ def test_effective_votes_by_hand() -> None:
     assert effective_votes(table(["a"])) == 1
     assert effective_votes(table(["aaaa", "aaaa", "aaaa"])) == 3  # unanimous: one a rater
     assert effective_votes(table(["aaaa"])) == 4  # one rater: one a case
-    # one rater, ten cases, no resemblance to be seen: only t instead of z, with 9 degrees
+    # one rater, ten cases, no correlation: only t instead of z, with 9 degrees
     alone = effective_votes(table(["aaaaabbbbb"]))
     assert alone == pytest.approx(9 * (1.96 / 2.262) ** 2)  # the sandwich has n/(n-1)
-    # raters who always say the same: each is worth one vote, before t with 3 degrees
+    # raters who always vote the same: each is worth one vote, before t with 3 degrees
     loyal = effective_votes(table(["a" * 50, "a" * 50, "b" * 50, "b" * 50]))
     assert loyal == pytest.approx(3 * (1.96 / 3.182) ** 2, rel=1e-6)
 
 
-def test_questions_and_pairs_are_kept_apart() -> None:
+def test_questions_and_pairs_are_counted_separately() -> None:
     other = Vote(
         rater="x", case="y", question="consistent", pair=(A, "none"), chosen="none", left=A
     )
@@ -109,10 +109,10 @@ def test_questions_and_pairs_are_kept_apart() -> None:
     ]  # fmt: skip
 
 
-def test_only_ties_say_nothing() -> None:
+def test_ties_alone_give_no_preference() -> None:
     (found,) = preferences(table(["--", "--"]))
     assert found.votes == 0
-    assert math.isnan(found.share)
+    assert math.isnan(found.fraction)
     assert math.isnan(found.ratio)
     assert (found.interval.low, found.interval.high) == (0, 1)
     assert found.ratio_interval.high == math.inf
@@ -121,7 +121,7 @@ def test_only_ties_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 5, 9, 14, 20, 30])
-def test_quantiles_are_students(freedom: int) -> None:
+def test_the_t_quantiles_match_the_density(freedom: int) -> None:
     """The density, integrated numerically between ± the quantile."""
     size = T95[freedom - 1]
     x = np.linspace(-size, size, 200_001)
@@ -134,9 +134,9 @@ def test_quantiles_are_students(freedom: int) -> None:
 
 
 def random_votes(rng: random.Random) -> list[Vote]:
-    share, raters, cases = rng.random(), rng.randint(1, 6), rng.randint(1, 8)
+    p, raters, cases = rng.random(), rng.randint(1, 6), rng.randint(1, 8)
     votes = [
-        vote(i, j, None if rng.random() < 0.2 else A if rng.random() < share else B)
+        vote(i, j, None if rng.random() < 0.2 else A if rng.random() < p else B)
         for i, j in product(range(raters), range(cases))
         if rng.random() < 0.8
     ]
@@ -144,7 +144,7 @@ def random_votes(rng: random.Random) -> list[Vote]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_always_holds(seed: int) -> None:
+def test_properties_of_random_votes(seed: int) -> None:
     rng = random.Random(seed)
     votes = random_votes(rng)
     (found,) = preferences(votes)
@@ -155,11 +155,11 @@ def test_what_always_holds(seed: int) -> None:
     assert 0 <= found.effective <= found.votes
     if not found.votes:
         return
-    assert found.share in found.interval
-    wide, narrow = found.interval, found.independent
+    assert found.fraction in found.interval
+    wide, narrow = found.interval, found.independent_interval
     assert wide.low <= narrow.low + 1e-12
     assert wide.high >= narrow.high - 1e-12
-    # the other way round, everything is mirrored
+    # swapping the pair mirrors everything
     turned = [
         Vote(rater=v.rater, case=v.case, question=v.question, pair=(B, A), chosen=v.chosen,
              left=v.left)
@@ -169,44 +169,44 @@ def test_what_always_holds(seed: int) -> None:
     assert mirror.wins == found.wins[::-1]
     assert mirror.interval.low == pytest.approx(1 - wide.high)
     assert mirror.effective == pytest.approx(found.effective)
-    if 0 < found.share < 1:
+    if 0 < found.fraction < 1:
         assert mirror.ratio == pytest.approx(1 / found.ratio)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.97, 1.0])
-def test_more_votes_make_a_narrower_interval(share: float) -> None:
-    widths = [wilson(share, n).high - wilson(share, n).low for n in (0.5, 2, 10, 100.5, 1e6)]
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.97, 1.0])
+def test_more_votes_make_a_narrower_interval(p: float) -> None:
+    widths = [wilson(p, n).high - wilson(p, n).low for n in (0.5, 2, 10, 100.5, 1e6)]
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] < 0.003
 
 
-# ---- by simulation: the slow twins
+# ---- by simulation
 
 
 def world(rng: np.random.Generator, raters: int, cases: int, rater_sd: float, case_sd: float):
-    """Votes of people who lean differently, on cases that lean differently; p is ½ by symmetry."""
-    lean = rng.normal(0, rater_sd, raters)[:, None] + rng.normal(0, case_sd, cases)[None, :]
-    return rng.random((raters, cases)) < 1 / (1 + np.exp(-lean))
+    """Votes with random effects of raters and of cases; p is ½ by symmetry."""
+    effects = rng.normal(0, rater_sd, raters)[:, None] + rng.normal(0, case_sd, cases)[None, :]
+    return rng.random((raters, cases)) < 1 / (1 + np.exp(-effects))
 
 
 def as_votes(chosen: np.ndarray) -> list[Vote]:
     return [vote(i, j, A if chosen[i, j] else B) for i, j in np.ndindex(*chosen.shape)]
 
 
-def test_the_variance_is_that_of_other_people_and_cases() -> None:
-    """The mean estimate against the spread of the share over 200 worlds."""
+def test_the_variance_matches_the_spread_over_simulated_studies() -> None:
+    """The mean estimate against the spread of the fraction over 200 simulated studies."""
     rng = np.random.default_rng(0)
-    shares, estimates = [], []
+    fractions, estimates = [], []
     for _ in range(200):
         votes = as_votes(world(rng, 12, 20, 1.0, 1.0))
-        share = sum(v.chosen == A for v in votes) / len(votes)
-        shares.append(share)
-        estimates.append(clustered_variance(votes, share))
-    assert np.mean(estimates) == pytest.approx(np.var(shares), rel=0.25)
+        p = sum(v.chosen == A for v in votes) / len(votes)
+        fractions.append(p)
+        estimates.append(clustered_variance(votes, p))
+    assert np.mean(estimates) == pytest.approx(np.var(fractions), rel=0.25)
 
 
 def bootstrap(chosen: np.ndarray, rng: np.random.Generator, draws: int) -> np.ndarray:
-    """Shares with people and cases drawn anew, with replacement (Owen's pigeonhole bootstrap)."""
+    """Fractions with raters and cases resampled (Owen's pigeonhole bootstrap)."""
     raters, cases = chosen.shape
     return np.array([
         chosen[rng.integers(raters, size=raters)][:, rng.integers(cases, size=cases)].mean()
@@ -214,7 +214,7 @@ def bootstrap(chosen: np.ndarray, rng: np.random.Generator, draws: int) -> np.nd
     ])  # fmt: skip
 
 
-def test_the_variance_is_near_the_bootstraps() -> None:
+def test_the_variance_is_near_the_bootstrap() -> None:
     rng = np.random.default_rng(1)
     ratios = []
     for _ in range(10):
@@ -229,8 +229,8 @@ Spread = tuple[float, float]
 
 @pytest.mark.parametrize("spread", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (2.0, 0.5)])
 @pytest.mark.parametrize("raters", [3, 15])
-def test_the_interval_holds_the_truth(spread: Spread, raters: int) -> None:
-    """In at least 92 of 100 worlds; an interval that takes votes for independent does not."""
+def test_the_interval_covers_the_true_fraction(spread: Spread, raters: int) -> None:
+    """In at least 92 % of simulated studies; assuming independent votes covers less."""
     rng = np.random.default_rng(2)
 
     def hits(interval: Callable) -> float:
@@ -239,4 +239,4 @@ def test_the_interval_holds_the_truth(spread: Spread, raters: int) -> None:
     found = [preferences(as_votes(world(rng, raters, 20, *spread)))[0] for _ in range(150)]
     assert hits(lambda one: one.interval) >= 0.92
     if spread == (2.0, 0.5):
-        assert hits(lambda one: one.independent) < 0.8
+        assert hits(lambda one: one.independent_interval) < 0.8

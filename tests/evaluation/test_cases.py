@@ -1,4 +1,4 @@
-"""Scores of cases: many under their own edits are those of one after the other."""
+"""Scores of cases: many under their own edits equal one at a time on edited weights."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from factscope.editing.edit import Edit, LowRank
-from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.evaluation.cases import score_cases
 from factscope.evaluation.score import Query, score_queries
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
@@ -58,69 +59,69 @@ def edits_of(lm: LM) -> list[Edit]:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "opt", "bloom"])
-def test_together_is_as_one_by_one_on_written_weights(family: str) -> None:
+def test_a_batch_of_edits_equals_each_edit_applied_alone(family: str) -> None:
     lm = text_lm(family)
     edits = edits_of(lm)
-    found = score_cases(lm, [*CASES, CASES[0]], edits, [0, 1, None], asking=SHORT)
+    found = score_cases(lm, [*CASES, CASES[0]], edits, [0, 1, None], scoring=SHORT)
     wanted = []
     for case, edit in [(CASES[0], edits[0]), (CASES[1], edits[1])]:
         with edit.applied(lm, force=True):
-            wanted += score_cases(lm, [case], asking=SHORT)
-    wanted += score_cases(lm, [CASES[0]], asking=SHORT)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.texts == theirs.texts
-        assert ours.prompts.keys() == theirs.prompts.keys()
-        for kind, asked in ours.prompts.items():
-            for a, b in zip(asked, theirs.prompts[kind], strict=True):
+            wanted += score_cases(lm, [case], scoring=SHORT)
+    wanted += score_cases(lm, [CASES[0]], scoring=SHORT)
+    for found_scores, expected in zip(found, wanted, strict=True):
+        assert found_scores.texts == expected.texts
+        assert found_scores.prompts.keys() == expected.prompts.keys()
+        for kind, prompts in found_scores.prompts.items():
+            for a, b in zip(prompts, expected.prompts[kind], strict=True):
                 assert (a.new, a.true) == pytest.approx((b.new, b.true), rel=1e-4)
     assert found[0].prompts["prompt"] != found[2].prompts["prompt"]
 
 
-def test_a_case_of_counterfact_is_asked_for_both_objects() -> None:
+def test_counterfact_scores_both_objects_after_every_prompt() -> None:
     lm = text_lm("gpt2")
-    (scores,) = score_cases(lm, CASES[:1], asking=SHORT)
-    counts = {kind: len(asked) for kind, asked in scores.prompts.items()}
+    (scores,) = score_cases(lm, CASES[:1], scoring=SHORT)
+    counts = {kind: len(prompts) for kind, prompts in scores.prompts.items()}
     assert counts == {"prompt": 1, "paraphrase": 2, "neighbour": 2, "attribute": 1}
-    assert not scores.tokens
+    assert not scores.token_correct
     text = CASES[0].paraphrases[1]
     new, true = score_queries(lm, [Query(text, "Rome"), Query(text, "Paris")])
-    asked = scores.prompts["paraphrase"][1]
-    assert (asked.new, asked.true) == pytest.approx((new.nll, true.nll), rel=1e-5)
-    assert asked.new_right == all(new.right)
+    score = scores.prompts["paraphrase"][1]
+    assert (score.new, score.true) == pytest.approx((new.nll, true.nll), rel=1e-5)
+    assert score.new_correct == all(new.correct)
 
 
-def test_texts_hold_their_openings_and_are_as_long_as_asked() -> None:
+def test_generated_texts_start_with_their_prompts_and_have_the_given_length() -> None:
     lm = text_lm("gpt2")
-    first, second = score_cases(lm, CASES, asking=SHORT)
+    first, second = score_cases(lm, CASES, scoring=SHORT)
     assert [t.startswith(o) for t, o in zip(first.texts, CASES[0].generations, strict=True)]
     assert all(len(encode(lm, text)) >= 10 for text in first.texts)
-    assert second.texts[0] != second.texts[1]  # the same opening, drawn twice
-    assert score_cases(lm, CASES, asking=replace(SHORT, seed=1))[0].texts != first.texts
-    assert score_cases(lm, CASES, asking=ScoringOptions(length=0))[0].texts == ()
+    assert second.texts[0] != second.texts[1]  # the same prompt, sampled twice
+    assert score_cases(lm, CASES, scoring=replace(SHORT, seed=1))[0].texts != first.texts
+    assert score_cases(lm, CASES, scoring=ScoringOptions(length=0))[0].texts == ()
 
 
-def test_a_question_is_scored_token_by_token() -> None:
-    """zsRE: the right answer only, and the neighbour's own."""
+def test_zsre_scores_each_token_of_the_answer() -> None:
+    """The correct answer, and the neighbour's own."""
     lm = text_lm("gpt2")
-    (scores,) = score_cases(lm, [QUESTION], asking=SHORT)
+    (scores,) = score_cases(lm, [QUESTION], scoring=SHORT)
     assert not scores.prompts
     wanted = {
-        "prompt": score_queries(lm, [Query(QUESTION.fact.text, "Austria")])[0].right,
-        "paraphrase": score_queries(lm, [Query(QUESTION.paraphrases[0], "Austria")])[0].right,
-        "neighbour": score_queries(lm, [Query(QUESTION.neighbours[0], "Miles Davis")])[0].right,
+        "prompt": score_queries(lm, [Query(QUESTION.fact.text, "Austria")])[0].correct,
+        "paraphrase": score_queries(lm, [Query(QUESTION.paraphrases[0], "Austria")])[0].correct,
+        "neighbour": score_queries(lm, [Query(QUESTION.neighbours[0], "Miles Davis")])[0].correct,
     }
-    assert scores.tokens == wanted
-    assert len(scores.tokens["neighbour"]) > 1
+    assert scores.token_correct == wanted
+    assert len(scores.token_correct["neighbour"]) > 1
 
 
-def test_likeness_is_asked_of_the_texts() -> None:
+def test_similarity_is_computed_from_the_generated_texts() -> None:
     lm = text_lm("gpt2")
     seen = []
 
-    def likeness(case: Case, texts) -> float:
+    def similarity(case: Case, texts) -> float:
         seen.append((case, tuple(texts)))
         return 0.5
 
-    found = score_cases(lm, CASES, asking=SHORT, likeness=likeness)
-    assert [scores.reference for scores in found] == [0.5, 0.5]
+    found = score_cases(lm, CASES, scoring=SHORT, similarity=similarity)
+    assert [scores.reference_similarity for scores in found] == [0.5, 0.5]
     assert seen == [(case, s.texts) for case, s in zip(CASES, found, strict=True)]

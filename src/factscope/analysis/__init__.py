@@ -1,1 +1,1 @@
-"""Records → numbers: average effects with their intervals. No torch."""
+"""From records to numbers: averages with 95 % confidence intervals. No torch."""

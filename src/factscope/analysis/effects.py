@@ -1,17 +1,13 @@
-"""Average indirect effects: many facts' traces → one effect per token role and layer (§2.2).
+"""Average indirect effects of many traces, by token role and layer (paper §2.2, Figures 2 and 3).
 
-1. Take the facts that the model knows; the others are counted and left out.
-2. Give every token its role (`roles`), so that prompts of different words line up.
-3. Average IE = P*,clean h[o] - P*[o] over the tokens of a role in a fact, then over facts.
-
-The tables of a trace by name, as arrays: probabilities, and the indirect effects they mean.
-
-A name says what was done: "mlp" restores windows of MLP outputs; "states severed mlp" restores
-single states in the graph where the MLP is severed; "gradients mlp" holds integrated gradients.
-
-The part that each token plays in its prompt, so that different prompts can be averaged.
-
-What is left of a state's effect when the MLP or attention is severed (the paper's Figure 3).
+1. A trace holds tables token × layer of restored probabilities. The indirect effect of a cell is
+   IE = P*,clean h[o] - P*[o].
+2. Each token gets a role, such as "last subject token", so that different prompts line up.
+3. The average indirect effect (AIE) is the mean of IE over a fact's tokens of a role, then over
+   the facts that the model knows.
+4. The early site is the peak of the AIE at the last subject token, the late site that at the last
+   token of the prompt.
+5. Severing the MLP or attention shows how much of a state's effect passes through that module.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,41 +41,63 @@ __all__ = [
     "late_site",
     "roles",
     "severed_comparison",
-    "tokens_with",
 ]
 
 SEVERED = {"mlp": "states severed mlp", "attn": "states severed attn"}
-"""The table of restored states for each module that can be severed."""
+"""Module that can be severed → the table of states restored while it is."""
 
 TABLES = {
     **{kind: ("restored", kind) for kind in KINDS},
     **{name: ("severed", module) for module, name in SEVERED.items()},
     **{f"gradients {kind}": ("gradients", kind) for kind in KINDS},
 }
-"""Where each table is in a record: the field, and the key in it."""
+"""Table → its field of a record, and the key in that field.
 
-Cells = Float[np.ndarray, "tokens layers"]
+"mlp": windows of MLP outputs restored. "states severed mlp": single states restored with the MLP
+severed. "gradients mlp": integrated gradients.
+"""
+
+LAST_SUBJECT, LAST = "last subject token", "last token"
+
+ROLES = (
+    "first subject token",
+    "middle subject tokens",
+    LAST_SUBJECT,
+    "first subsequent token",
+    "further tokens",
+    LAST,
+)
+"""Token roles: the rows of Figure 2."""
+
+PRECEDENCE = tuple(dict.fromkeys((LAST, LAST_SUBJECT, "first subject token", *ROLES)))
+"""If several roles fit a token, the first of these counts."""
+
+Pooling = Literal["facts", "tokens"]
+"""What is averaged over, and so what the interval is about."""
+
+
+# ---- the tables of a trace
 
 
 def has_table(record: TraceRecord, table: str) -> bool:
-    """Whether the record holds this table."""
-    field, key = table_place(table)
+    """Whether the record has this table."""
+    field, key = _location(table)
     return key in getattr(record, field)
 
 
 def kinds_of(records: Iterable[TraceRecord]) -> tuple[str, ...]:
-    """The kinds that at least one of the records restored, in the order of `KINDS`."""
+    """The kinds that at least one record restored, in the order of `KINDS`."""
     found = {kind for record in records for kind in record.restored}
     return tuple(kind for kind in KINDS if kind in found)
 
 
-def cell_table(record: TraceRecord, table: str) -> Cells:
-    """The table token × layer as it was recorded; NaN where a cell was not measured."""
-    field, key = table_place(table)
-    grids: Any = getattr(record, field)
-    if key not in grids:
+def cell_table(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
+    """A table as it was recorded; NaN where a cell was not measured."""
+    field, key = _location(table)
+    tables: Any = getattr(record, field)
+    if key not in tables:
         raise BadRecord(f"the trace of {record.fact.text!r} has no table {table!r}; trace it first")
-    rows = grids[key]
+    rows = tables[key]
     widths = {len(row) for row in rows}
     if len(rows) != len(record.tokens) or len(widths) != 1:
         raise BadRecord(
@@ -89,95 +107,80 @@ def cell_table(record: TraceRecord, table: str) -> Cells:
     return np.array(rows, dtype=float)
 
 
-def indirect_effects(record: TraceRecord, table: str) -> Cells:
-    """IE = P*,clean h[o] - P*[o] of every cell (§2.1); integrated gradients are as recorded."""
+def baseline(record: TraceRecord, table: str) -> float:
+    """The value of a cell without effect: P*[o], or 0 for integrated gradients."""
+    return 0.0 if _location(table)[0] == "gradients" else record.corrupted
+
+
+def indirect_effects(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
+    """IE = P*,clean h[o] - P*[o] of every cell (§2.1); integrated gradients as recorded."""
     return cell_table(record, table) - baseline(record, table)
 
 
-def baseline(record: TraceRecord, table: str) -> float:
-    """What a cell without effect holds: P*[o], or 0 for integrated gradients."""
-    return 0.0 if table_place(table)[0] == "gradients" else record.corrupted
-
-
-def table_place(table: str) -> tuple[str, str]:
-    """The field and key of a table."""
+def _location(table: str) -> tuple[str, str]:
     if table not in TABLES:
-        raise BadSetting(f"no table {table!r}; there are: {', '.join(TABLES)}")
+        raise BadSetting(f"table is {table!r}; choose from {', '.join(TABLES)}")
     return TABLES[table]
 
 
-ROLES = (
-    "first subject token",
-    "middle subject tokens",
-    "last subject token",
-    "first subsequent token",
-    "further tokens",
-    "last token",
-)
-"""The rows of the paper's Figure 2."""
-
-PRECEDENCE = ("last token", "last subject token", "first subject token", *ROLES)
+# ---- token roles
 
 
 def roles(record: TraceRecord, *, paper: bool = False) -> tuple[tuple[str, ...], ...]:
-    """For every token its roles; none for the tokens before the subject.
+    """The roles of every token; none for tokens before the subject.
 
-    A token has one role. Where several fit, it is the one nearer to the prediction:
+    A token has one role. If several fit, it is the one nearer to the prediction:
 
-    - the prompt's last token is "last token", even where it follows the subject directly or is
-      itself the subject's last: at that token the last layers restore the answer whatever the
-      subject, and must not count as an effect at the subject;
+    - the prompt's last token is "last token", even if it follows the subject directly or is the
+      subject's last: there the last layers restore the answer whatever the subject, which must
+      not count as an effect at the subject;
     - a subject of one token is its own "last subject token".
 
-    With `paper` a token has every role that fits, as in the paper's own figures: a subject of
-    one token counts as first and as last, a lone token after the subject as first subsequent and
-    as last.
+    With `paper` a token has every role that fits, as in the paper's figures: a subject of one
+    token counts as first and as last, a single token after the subject as first subsequent and as
+    last.
     """
-    fitting = [fitting_roles(record, token) for token in range(len(record.tokens))]
-    return tuple(names if paper else names[:1] for names in fitting)
-
-
-def fitting_roles(record: TraceRecord, token: int) -> tuple[str, ...]:
-    """Every role that fits a token, the one nearest to the prediction first."""
     start, stop = record.subject
     end = len(record.tokens) - 1
-    fits = {
-        "first subject token": token == start,
-        "middle subject tokens": start < token < stop - 1,
-        "last subject token": token == stop - 1,
-        "first subsequent token": token == stop,
-        "further tokens": stop < token < end,
-        "last token": token == end,
-    }
-    return tuple(role for role in dict.fromkeys(PRECEDENCE) if fits[role])
+    found: list[tuple[str, ...]] = []
+    for token in range(len(record.tokens)):
+        fits = {
+            "first subject token": token == start,
+            "middle subject tokens": start < token < stop - 1,
+            LAST_SUBJECT: token == stop - 1,
+            "first subsequent token": token == stop,
+            "further tokens": stop < token < end,
+            LAST: token == end,
+        }
+        names = tuple(role for role in PRECEDENCE if fits[role])
+        found.append(names if paper else names[:1])
+    return tuple(found)
 
 
-def tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list[int]:
-    """The tokens that have a role."""
+def _tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list[int]:
     return [i for i, names in enumerate(roles(record, paper=paper)) if role in names]
 
 
-Pooling = Literal["facts", "tokens"]
-"""What is averaged over, and so what the interval is about."""
+# ---- averages
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AverageEffects:
-    """The average indirect effect (AIE) of restoring each token role at each layer."""
+    """The average indirect effect (AIE) of each token role at each layer."""
 
     table: str
-    """Which table was averaged: see `grids.TABLES`."""
+    """Which table was averaged: a key of `TABLES`."""
     model: str
     window: int | None
-    """How many layers a window of MLP or attention outputs spans, where the records say."""
+    """Number of layers in a window of MLP or attention outputs, if the records say."""
     pooling: Pooling
     mean: Float[np.ndarray, "roles layers"]
     half_width: Float[np.ndarray, "roles layers"]
     n: Integer[np.ndarray, "roles layers"]
     facts: int
-    """The known facts that have the table."""
+    """Known facts that have the table."""
     skipped: int
-    """The facts left out because the model does not know them."""
+    """Facts left out because the model does not know them."""
     clean: Estimate
     """P[o] over the facts."""
     corrupted: Estimate
@@ -185,20 +188,20 @@ class AverageEffects:
     total: Estimate
     """ATE, the average total effect P[o] - P*[o]."""
     best_at_subject: Estimate
-    """The mean over facts of the best score at the subject's last token (App. B)."""
+    """Mean over facts of the highest value at the last subject token (App. B)."""
     best_anywhere: Estimate
-    """The mean over facts of the best score at any token."""
+    """Mean over facts of the highest value at any token."""
     roles: tuple[str, ...] = ROLES
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers of the model."""
         return self.mean.shape[1]
 
     def row(self, role: str) -> Estimates:
-        """The AIE of a role, layer by layer."""
+        """The AIE of a role at each layer."""
         if role not in self.roles:
-            raise BadSetting(f"no role {role!r}; there are: {', '.join(self.roles)}")
+            raise BadSetting(f"role is {role!r}; choose from {', '.join(self.roles)}")
         i = self.roles.index(role)
         return Estimates(self.mean[i], self.half_width[i], self.n[i])
 
@@ -222,23 +225,28 @@ def average_effects(
     pooling: Pooling = "facts",
     paper_roles: bool = False,
 ) -> AverageEffects:
-    """The average effects of the known facts that have the table.
+    """The average effects over the known facts that have the table.
 
-    `pooling="facts"` takes the mean over a fact's tokens of a role, then over facts, so that each
-    fact weighs the same and the interval is over facts. `pooling="tokens"` with `paper_roles` is
-    how the paper's figures were made: the scores of all tokens of a role are pooled, the mean
-    corrupted score over facts is taken off, and the interval is that of the scores.
+    `pooling="facts"` takes the mean over a fact's tokens of a role, then over facts: each fact
+    has the same weight and the interval is over facts. `pooling="tokens"` with `paper_roles` is
+    how the paper's figures were made: the values of all tokens of a role are pooled, the mean
+    baseline over facts is subtracted, and the interval is over tokens.
     """
-    everyone = list(records)
-    known = [r for r in everyone if r.known and has_table(r, table)]
+    records = list(records)
+    known = [r for r in records if r.known and has_table(r, table)]
     if not known:
         raise BadRecord(
-            f"none of {len(everyone)} records is a known fact with the table {table!r}; "
+            f"none of {len(records)} records is a known fact with the table {table!r}; "
             "trace more facts, or name another table"
         )
-    layers = common_layers(known, table)
-    pool = {"facts": pool_facts, "tokens": pool_tokens}[pooling]
-    rows = [pool(known, table, role, paper_roles, layers) for role in ROLES]
+    layers = {cell_table(record, table).shape[1] for record in known}
+    if len(layers) != 1:
+        raise BadRecord(
+            f"the traces have different numbers of layers {sorted(layers)}; "
+            "average the traces of one model at a time"
+        )
+    pool = _pool_facts if pooling == "facts" else _pool_tokens
+    rows = [pool(known, table, role, paper_roles, *layers) for role in ROLES]
     return AverageEffects(
         table=table,
         model=known[0].model,
@@ -248,80 +256,72 @@ def average_effects(
         half_width=np.stack([row.half_width for row in rows]),
         n=np.stack([row.n for row in rows]),
         facts=len(known),
-        skipped=sum(not r.known for r in everyone),
+        skipped=sum(not r.known for r in records),
         clean=estimate(r.clean for r in known),
         corrupted=estimate(r.corrupted for r in known),
         total=estimate(r.total_effect for r in known),
         best_at_subject=estimate(
-            highest(cell_table(r, table)[r.subject[1] - 1])
+            _highest(cell_table(r, table)[r.subject[1] - 1])
             for r in known
             if r.subject[1] < len(r.tokens)  # else that token is the late site
         ),
-        best_anywhere=estimate(highest(cell_table(r, table)) for r in known),
+        best_anywhere=estimate(_highest(cell_table(r, table)) for r in known),
     )
 
 
 def average_kinds(
     records: Iterable[TraceRecord], *, pooling: Pooling = "facts", paper_roles: bool = False
 ) -> dict[str, AverageEffects]:
-    """The average effects of every kind that the known facts restored."""
-    everyone = list(records)
-    kinds = kinds_of(r for r in everyone if r.known)
+    """The average effects of every kind that known facts restored."""
+    records = list(records)
     return {
-        kind: average_effects(everyone, kind, pooling=pooling, paper_roles=paper_roles)
-        for kind in kinds
+        kind: average_effects(records, kind, pooling=pooling, paper_roles=paper_roles)
+        for kind in kinds_of(r for r in records if r.known)
     }
 
 
-def common_layers(records: Sequence[TraceRecord], table: str) -> int:
-    """The number of layers, which the records must share."""
-    counts = {cell_table(record, table).shape[1] for record in records}
-    if len(counts) != 1:
-        raise BadRecord(
-            f"the traces have different numbers of layers {sorted(counts)}; "
-            "average the traces of one model at a time"
-        )
-    return counts.pop()
-
-
-def pool_facts(
+def _pool_facts(
     records: Sequence[TraceRecord], table: str, role: str, paper: bool, layers: int
 ) -> Estimates:
-    """Over facts: of each fact the mean effect over its tokens of the role."""
+    """Over facts: each fact's mean effect over its tokens of the role."""
     means = [
         column_estimates(indirect_effects(r, table)[tokens]).mean
         for r in records
-        if (tokens := tokens_with(r, role, paper=paper))
+        if (tokens := _tokens_with(r, role, paper=paper))
     ]
     return column_estimates(np.array(means, dtype=float).reshape(-1, layers))
 
 
-def pool_tokens(
+def _pool_tokens(
     records: Sequence[TraceRecord], table: str, role: str, paper: bool, layers: int
 ) -> Estimates:
-    """Over tokens: all scores of the role, less the facts' mean corrupted score."""
-    scores = [cell_table(r, table)[tokens_with(r, role, paper=paper)] for r in records]
-    pooled = column_estimates(np.concatenate(scores).reshape(-1, layers), ddof=0)
-    corrupted = np.mean([baseline(r, table) for r in records])
-    return Estimates(pooled.mean - corrupted, pooled.half_width, pooled.n)
+    """Over tokens: all values of the role, less the mean baseline of the facts."""
+    values = [cell_table(r, table)[_tokens_with(r, role, paper=paper)] for r in records]
+    # The paper's code uses numpy's default: σ of the population.
+    pooled = column_estimates(np.concatenate(values).reshape(-1, layers), ddof=0)
+    mean_baseline = np.mean([baseline(r, table) for r in records])
+    return Estimates(pooled.mean - mean_baseline, pooled.half_width, pooled.n)
 
 
-def highest(cells: np.ndarray) -> float:
-    """The highest measured cell; NaN where none was measured."""
+def _highest(cells: np.ndarray) -> float:
+    """The highest measured cell; NaN if none was measured."""
     measured = cells[~np.isnan(cells)]
     return float(measured.max()) if measured.size else float("nan")
 
 
+# ---- early and late site
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeakSite:
-    """Where the effect of a role peaks: the paper's early and late site."""
+    """Where the AIE of a role peaks."""
 
     role: str
     layer: int
     effect: Estimate
     stands_out: bool | None = None
-    """Whether the effect exceeds that of every other role but the last token at this layer, the
-    intervals not overlapping; None where it was not asked."""
+    """Whether the effect exceeds that of every other role but the last token at this layer,
+    without overlap of the intervals; None if not tested."""
 
     @property
     def excludes_zero(self) -> bool:
@@ -330,26 +330,25 @@ class PeakSite:
 
 
 def early_site(effects: AverageEffects) -> PeakSite:
-    """The peak at the subject's last token, and whether it stands out from the other tokens."""
-    role = "last subject token"
-    layer, peak = effects.peak(role)
-    rivals = [effects.row(r)[layer] for r in effects.roles if r not in (role, "last token")]
-    stands_out = all(peak.exceeds(rival) for rival in rivals if rival.n)
-    return PeakSite(role=role, layer=layer, effect=peak, stands_out=stands_out)
+    """The peak at the last subject token, and whether it stands out from other tokens."""
+    layer, peak = effects.peak(LAST_SUBJECT)
+    others = [effects.row(r)[layer] for r in effects.roles if r not in (LAST_SUBJECT, LAST)]
+    stands_out = all(peak.exceeds(other) for other in others if other.n)
+    return PeakSite(role=LAST_SUBJECT, layer=layer, effect=peak, stands_out=stands_out)
 
 
 def late_site(effects: AverageEffects) -> PeakSite:
     """The peak at the prompt's last token."""
-    layer, peak = effects.peak("last token")
-    return PeakSite(role="last token", layer=layer, effect=peak)
+    layer, peak = effects.peak(LAST)
+    return PeakSite(role=LAST, layer=layer, effect=peak)
 
 
-ROLE = "last subject token"
+# ---- severed modules (Figure 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeveredComparison:
-    """AIE of single states at the subject's last token, in the intact and the severed graphs."""
+    """AIE of single states at the last subject token, with modules intact and severed."""
 
     model: str
     facts: int
@@ -357,46 +356,41 @@ class SeveredComparison:
     severed: Mapping[str, Estimates]
     """For "mlp" or "attn": the AIE with that module severed."""
     lost: Mapping[str, Estimates]
-    """For the same: the mean over facts of intact - severed, fact by fact."""
+    """For the same: the mean over facts of IE(intact) - IE(severed)."""
 
 
 def has_severed(records: Iterable[TraceRecord]) -> bool:
     """Whether `severed_comparison` has a fact to compare."""
-    return any(record.known and record.severed and ends_early(record) for record in records)
+    return any(
+        record.known and record.severed and _tokens_with(record, LAST_SUBJECT) for record in records
+    )
 
 
 def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
-    """Compare the graphs over the known facts that were traced in all of them.
+    """Compare intact and severed over the known facts that have all tables.
 
-    A fact whose subject ends the prompt has no last subject token apart from the last token (see
-    `roles`), and is left out.
+    A fact whose subject ends the prompt has no "last subject token" (see `roles`): it is left out.
     """
-    everyone = [r for r in records if r.known and ends_early(r)]
-    modules = [m for m, table in SEVERED.items() if any(has_table(r, table) for r in everyone)]
+    usable = [r for r in records if r.known and _tokens_with(r, LAST_SUBJECT)]
+    modules = [m for m, table in SEVERED.items() if any(has_table(r, table) for r in usable)]
     tables = ["states", *(SEVERED[module] for module in modules)]
-    traced = [r for r in everyone if all(has_table(r, table) for table in tables)]
+    traced = [r for r in usable if all(has_table(r, table) for table in tables)]
     if not modules or not traced:
-        raise BadRecord("no known fact was traced with a severed graph; trace with one severed")
-    rows = {table: average_effects(traced, table).row(ROLE) for table in tables}
+        raise BadRecord("no known fact was traced with a severed module; trace with --sever")
+    rows = {table: average_effects(traced, table).row(LAST_SUBJECT) for table in tables}
+
+    def lost(table: str) -> Estimates:
+        differences = []
+        for record in traced:
+            token = _tokens_with(record, LAST_SUBJECT)[0]
+            cells = cell_table(record, "states")[token] - cell_table(record, table)[token]
+            differences.append(cells)
+        return column_estimates(np.stack(differences))
+
     return SeveredComparison(
         model=traced[0].model,
         facts=len(traced),
         intact=rows["states"],
         severed={module: rows[SEVERED[module]] for module in modules},
-        lost={module: lost_effect(traced, SEVERED[module]) for module in modules},
+        lost={module: lost(SEVERED[module]) for module in modules},
     )
-
-
-def lost_effect(records: list[TraceRecord], table: str) -> Estimates:
-    """The mean over facts of the effect that severing takes away."""
-    last = [tokens_with(record, ROLE)[0] for record in records]
-    lost = [
-        cell_table(record, "states")[i] - cell_table(record, table)[i]
-        for record, i in zip(records, last, strict=True)
-    ]
-    return column_estimates(np.stack(lost))
-
-
-def ends_early(record: TraceRecord) -> bool:
-    """Whether the prompt goes on after the subject."""
-    return bool(tokens_with(record, ROLE))

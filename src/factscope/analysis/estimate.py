@@ -1,4 +1,4 @@
-"""A mean with its 95 % confidence interval: how every average of this package is stated."""
+"""A mean with its 95 % confidence interval."""
 
 import math
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from jaxtyping import Float, Integer
 __all__ = ["Estimate", "Estimates", "column_estimates", "estimate"]
 
 Z95 = 1.96
-"""Half the width of a normal distribution's central 95 %, in standard deviations."""
+"""97.5 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and half the width of its 95 % interval.
+    """A mean, and the half width of its 95 % confidence interval.
 
-    The half width is NaN where the interval is unknown, that is for fewer than two values; the
-    mean is NaN where there is no value at all. Such an interval excludes nothing.
+    The half width is NaN for fewer than two values, the mean is NaN for none. Comparisons with
+    such an interval are False.
     """
 
     mean: float
@@ -37,16 +37,16 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the whole interval lies above zero, or below."""
+        """Whether the whole interval is above or below zero."""
         return self.low > 0 or self.high < 0
 
     def exceeds(self, other: "Estimate") -> bool:
-        """Whether this interval lies above the other, without overlap."""
+        """Whether this interval is above the other, without overlap."""
         return self.low > other.high
 
     @property
     def percent(self) -> str:
-        """The interval in percent, without the count: "18.6 ± 0.9 %"."""
+        """The interval in percent: "18.6 ± 0.9 %"."""
         if math.isnan(self.mean):
             return "–"
         width = "" if math.isnan(self.half_width) else f" ± {100 * self.half_width:.1f}"
@@ -59,14 +59,14 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """One estimate for each layer."""
+    """One estimate per layer."""
 
     mean: Float[np.ndarray, " layers"]
     half_width: Float[np.ndarray, " layers"]
     n: Integer[np.ndarray, " layers"]
 
     def __len__(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.mean)
 
     def __getitem__(self, layer: int) -> Estimate:
@@ -75,17 +75,13 @@ class Estimates:
 
 
 def estimate(values: Iterable[float], ddof: int = 1) -> Estimate:
-    """Mean ± 1.96·σ/√N. What is NaN does not count.
-
-    σ is the sample's standard deviation (`ddof=1`), which needs two values: for fewer the half
-    width is NaN.
-    """
+    """Mean ± 1.96·σ/√N, NaN ignored. σ is the sample's (`ddof=1`) or the population's (0)."""
     column = np.array(list(values), dtype=float).reshape(-1, 1)
     return column_estimates(column, ddof)[0]
 
 
 def column_estimates(values: Float[np.ndarray, "values layers"], ddof: int = 1) -> Estimates:
-    """The estimate of each column; a NaN is a cell that was not measured and does not count."""
+    """The estimate of each column; NaN is a cell that was not measured and is ignored."""
     measured = ~np.isnan(values)
     n = measured.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -1,9 +1,10 @@
-"""The paper's own numbers (Tables 1 and 4, and of App. F and G the tables for smaller models).
+"""The paper's published numbers: Tables 1 and 4, and the tables of App. F and G for other models.
 
-CounterFact over 7,500 cases for GPT-2 and 2,000 for GPT-J, zsRE over 10,000; each number with the
-half width of its 95 % interval, in percent as printed, S without one.
+CounterFact over 7,500 cases for GPT-2 and 2,000 for GPT-J, zsRE over 10,000 cases; each number
+with the half width of its 95 % interval, in percent as printed. S has no interval.
 """
 
+import math
 from pathlib import PurePosixPath
 
 from factscope.analysis.estimate import Estimate
@@ -14,7 +15,7 @@ __all__ = ["PUBLISHED", "published"]
 COUNTERFACT = ("ES", "EM", "PS", "PM", "NS", "NM", "GE", "RS")
 ZSRE = ("efficacy", "paraphrase", "specificity")
 
-# One line a row: the method; S; then a number and its half width for each metric.
+# method, S, then the mean and half width of each metric
 COUNTERFACT_ROWS = {
     "gpt2-xl": """
 none     30.5 22.2 0.9 -4.8 0.3 24.7 0.8 -5.0 0.3 78.1 0.6 5.0 0.2 626.6 0.3 31.9 0.2
@@ -46,7 +47,7 @@ rome     88.2 99.9 0.1 98.2 0.1 96.3 0.3 60.4 0.8 73.4 0.7 3.5 0.2 622.5 0.4 41.
 """,
 }
 
-# The same without S.
+# method, then the mean and half width of each metric
 ZSRE_ROWS = {
     "gpt2-xl": """
 none       22.2 0.5 21.3 0.5 24.2 0.5
@@ -72,53 +73,38 @@ rome       99.6 0.1 84.7 0.6 22.5 0.5
 
 
 def published(model: str, data: str) -> list[Summary]:
-    """The paper's rows for a model and a data set, the unedited model first; none if it has none.
+    """The paper's rows for a model and a data set, the unedited model first; may be empty.
 
-    The model can be called as on the hub ("EleutherAI/gpt-j-6b"), with or without its owner.
+    The model's name may have its owner on the hub in front ("EleutherAI/gpt-j-6b").
     """
     name = PurePosixPath(model).name.lower()
     return [row for row in PUBLISHED if (row.model, row.data) == (name, data)]
 
 
-def _counterfact(model: str, line: str) -> Summary:
-    method, score, *numbers = line.split()
-    cases = 2000 if model == "gpt-j-6b" else 7500
-    whole = {"S": _estimate(score, "nan", cases)}
-    return _summary(
-        model, "counterfact", method, cases, whole | _pairs(COUNTERFACT, numbers, cases)
-    )
+def _rows(data: str, metrics: tuple[str, ...], tables: dict[str, str]) -> list[Summary]:
+    """Parse tables of "method [S] mean half_width mean half_width …"."""
+    rows = []
+    for model, lines in tables.items():
+        cases = 10_000 if data == "zsre" else 2000 if model == "gpt-j-6b" else 7500
+        for line in lines.strip().splitlines():
+            method, *numbers = line.split()
+            values = [round(float(number) / 100, 5) for number in numbers]
+            found: dict[str, Estimate] = {}
+            if data == "counterfact":
+                found["S"] = Estimate(values.pop(0), math.nan, cases)
+            for name, mean, half_width in zip(metrics, values[::2], values[1::2], strict=True):
+                found[name] = Estimate(mean, half_width, cases)
+            rows.append(
+                Summary(
+                    model=model, data=data, method=method, cases=cases, metrics=found,
+                    published=True,
+                )
+            )  # fmt: skip
+    return rows
 
 
-def _zsre(model: str, line: str) -> Summary:
-    method, *numbers = line.split()
-    return _summary(model, "zsre", method, 10_000, _pairs(ZSRE, numbers, 10_000))
-
-
-def _summary(
-    model: str, data: str, method: str, cases: int, metrics: dict[str, Estimate]
-) -> Summary:
-    return Summary(
-        model=model, data=data, method=method, cases=cases, metrics=metrics, published=True
-    )
-
-
-def _pairs(names: tuple[str, ...], numbers: list[str], cases: int) -> dict[str, Estimate]:
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return {
-        name: _estimate(value, width, cases)
-        for name, (value, width) in zip(names, pairs, strict=True)
-    }
-
-
-def _estimate(percent: str, width: str, cases: int) -> Estimate:
-    value, half = (round(float(number) / 100, 5) for number in (percent, width))
-    return Estimate(value, half, cases)
-
-
-PUBLISHED: tuple[Summary, ...] = tuple(
-    make(model, line)
-    for make, rows in ((_counterfact, COUNTERFACT_ROWS), (_zsre, ZSRE_ROWS))
-    for model, lines in rows.items()
-    for line in lines.strip().splitlines()
+PUBLISHED: tuple[Summary, ...] = (
+    *_rows("counterfact", COUNTERFACT, COUNTERFACT_ROWS),
+    *_rows("zsre", ZSRE, ZSRE_ROWS),
 )
-"""Every row, keyed by the model's name without its owner."""
+"""Every row; models are named without their owner."""

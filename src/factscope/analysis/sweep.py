@@ -1,6 +1,6 @@
-"""A sweep: one method on the same cases over a grid of settings (Figures 5, 17, 18, 23).
+"""Sweeps: one method on the same cases over a grid of settings (Figures 5, 17, 18, 23).
 
-A grid has axes, such as the layer and the token; each of its points is an evaluation of its own.
+A grid has axes, such as the layer and the token; each point of it is an evaluation of its own.
 """
 
 import re
@@ -12,12 +12,22 @@ from typing import Any
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary
 
-__all__ = ["AXES", "NO_BOUND", "Line", "Point", "Setting", "Sweep", "SweepGrid", "grid_points"]
+__all__ = [
+    "AXES",
+    "NO_BOUND",
+    "Line",
+    "Point",
+    "Setting",
+    "Sweep",
+    "SweepGrid",
+    "grid_points",
+    "point_name",
+]
 
 AXES = ("layer", "token", "max_change", "prefix_lengths")
-"""What can be swept, in the order in which points are named."""
+"""Settings that can be swept, in the order of a point's name."""
 NO_BOUND = "none"
-"""The value of an axis that says: none at all."""
+"""Value of an axis without a bound (max_change) or without prefixes (prefix_lengths)."""
 
 Setting = int | float | str
 SweepGrid = Mapping[str, Sequence[Setting]]
@@ -25,36 +35,35 @@ SweepGrid = Mapping[str, Sequence[Setting]]
 
 
 def grid_points(grid: SweepGrid) -> list[dict[str, Setting]]:
-    """Every combination of the axes' values, those of the last axis changing fastest."""
+    """Every combination of the axes' values; the last axis changes fastest."""
     axes = [axis for axis in AXES if axis in grid]
     return [dict(zip(axes, values, strict=True)) for values in product(*(grid[a] for a in axes))]
 
 
 def point_name(settings: Mapping[str, Setting]) -> str:
-    """A point as the name of a folder: "layer-05,token-last"."""
-    return ",".join(f"{axis.replace('_', '-')}-{_in_name(x)}" for axis, x in settings.items())
+    """A point as a folder name: "layer-05,token-last"."""
 
+    def text(value: Setting) -> str:
+        if isinstance(value, int):
+            return f"{value:02}"
+        return re.sub(r"[^A-Za-z0-9.]+", "-", f"{value:g}" if isinstance(value, float) else value)
 
-def _in_name(value: Setting) -> str:
-    if isinstance(value, int):
-        return f"{value:02}"
-    text = f"{value:g}" if isinstance(value, float) else value
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text)
+    return ",".join(f"{axis.replace('_', '-')}-{text(x)}" for axis, x in settings.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination of settings, and how it scored."""
+    """One combination of settings, and its scores."""
 
     settings: Mapping[str, Setting]
     summary: Summary | None
-    """None where there is no record, or not yet."""
+    """None without records."""
     error: str | None = None
-    """Why its editor did not work at all."""
+    """Why its editor cannot work."""
 
     @property
     def name(self) -> str:
-        """The point as the name of a folder."""
+        """The point as a folder name."""
         return point_name(self.settings)
 
     def metric(self, name: str) -> Estimate | None:
@@ -64,16 +73,16 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The points that differ in one axis only."""
+    """Points that differ only on the x axis: a line of a figure."""
 
     settings: Mapping[str, Setting]
-    """What they share, among the other axes that have several values."""
+    """Their values on the other axes that have several."""
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A grid with its points' scores, and the unedited model's."""
+    """A grid with the scores of its points, and those of the unedited model."""
 
     model: str
     data: str
@@ -82,33 +91,33 @@ class Sweep:
     points: tuple[Point, ...]
     unedited: Summary | None = None
     spec: Mapping[str, Any] | None = None
-    """What was asked for, every setting."""
+    """Settings of the run."""
 
     @property
-    def across(self) -> str:
-        """The axis that figures put from left to right: the layer, if it has several values."""
+    def x_axis(self) -> str:
+        """The axis that figures draw from left to right: the first one with several values."""
         several = [axis for axis in AXES if len(self.grid.get(axis, ())) > 1]
         return (several or list(self.grid))[0]
 
     @property
     def lines(self) -> list[Line]:
-        """The points by what they share beside `across`."""
-        others = [axis for axis in AXES if axis != self.across and len(self.grid.get(axis, ())) > 1]
-        found: dict[tuple[Setting, ...], list[Point]] = {}
+        """The points grouped by their settings beside the x axis."""
+        others = [axis for axis in AXES if axis != self.x_axis and len(self.grid.get(axis, ())) > 1]
+        groups: dict[tuple[Setting, ...], list[Point]] = {}
         for point in self.points:
-            found.setdefault(tuple(point.settings[axis] for axis in others), []).append(point)
+            groups.setdefault(tuple(point.settings[axis] for axis in others), []).append(point)
         return [
             Line(settings=dict(zip(others, key, strict=True)), points=tuple(points))
-            for key, points in found.items()
+            for key, points in groups.items()
         ]
 
     @property
     def fixed(self) -> dict[str, Setting]:
-        """The axes that have one value, beside `across`."""
+        """Axes with a single value, beside the x axis."""
         return {
             axis: values[0]
             for axis, values in self.grid.items()
-            if len(values) == 1 and axis != self.across
+            if len(values) == 1 and axis != self.x_axis
         }
 
     def measured(self, names: Sequence[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Did the edit work? (paper §3.2)"""
+"""Score edits: likelihoods and generated texts of edited and unedited models (paper §3.2, §3.3)."""

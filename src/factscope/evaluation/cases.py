@@ -1,8 +1,7 @@
-"""Everything that is asked about a case, of an edited or an unedited model: raw scores (§3.3).
+"""Raw scores of cases (paper §3.3): likelihoods of both objects, generated texts, their similarity
+to reference texts.
 
-Many cases are asked at once, each under its own edit, and no weight is written.
-
-Consistency (RS): how like generated texts are to texts about things that have the new object.
+Many cases are scored in one batch, each under its own edit; no weight is written.
 """
 
 import unicodedata
@@ -12,199 +11,191 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from factscope.analysis.metrics import fit_idf, idf_of, reference_similarity
-from factscope.data.references import References, read_references, read_words
+from factscope.analysis.metrics import fit_idf, idf_by_term, reference_similarity
+from factscope.data.references import References, read_idf, read_references
 from factscope.editing.batches import run_in_batches
 from factscope.editing.edit import Edit
-from factscope.editing.per_row import edited
-from factscope.evaluation.score import Query, score_queries
+from factscope.evaluation.score import Query, edits_by_row, score_queries
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
+from factscope.lm.accel import on_gpu
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.memory import Budget
 from factscope.lm.tokens import decode_continuation, encode
-from factscope.progress import Progress
+from factscope.progress import Progress, no_progress
 from factscope.records import CaseScores, PromptScore
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "Consistency",
-    "ReferenceSimilarity",
-    "ScoringOptions",
-    "load_consistency",
-    "score_cases",
-]
+__all__ = ["ReferenceSimilarity", "Similarity", "load_reference_similarity", "score_cases"]
 
-ReferenceSimilarity = Callable[[Case, Sequence[str]], float | None]
-"""How like a case's texts are to its references; None where it has none."""
-
-KINDS = {"paraphrase": "paraphrases", "neighbour": "neighbours", "attribute": "attributes"}
-"""What a prompt is called in records → where a case keeps such prompts."""
-ROWS = {"cpu": 32, "cuda": 640}
-"""How many texts are written at once."""
-ASKED = {"cpu": 4096, "cuda": 32768}
-"""About how many tokens of prompts go through the model at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoringOptions:
-    """What is asked of every case."""
-
-    length: int = 100
-    """How long texts become in tokens, their openings included; 0 for no texts."""
-    k: int = 5
-    """From how many of the likeliest tokens each next one is drawn."""
-    seed: int = 0
-    """Of the draws."""
-    attributes: bool = True
-    """Whether prompts about subjects that have the new object already are asked too."""
+Similarity = Callable[[Case, Sequence[str]], float | None]
+"""How similar a case's generated texts are to its reference texts; None if it has none."""
 
 
 def score_cases(
     lm: "LM",
     cases: Sequence[Case],
     edits: Sequence[Edit] = (),
-    seats: Sequence[int | None] | None = None,
+    edit_index: Sequence[int | None] | None = None,
     *,
-    asking: ScoringOptions | None = None,
-    likeness: ReferenceSimilarity | None = None,
+    scoring: ScoringOptions | None = None,
+    similarity: Similarity | None = None,
 ) -> list[CaseScores]:
-    """Each case's scores under edits[seats[i]], or by the model as it is where that is None."""
-    asking = asking or ScoringOptions()
-    seats = [None] * len(cases) if seats is None else seats
-    prompts = _prompts(lm, cases, edits, seats, asking)
-    texts = _texts(lm, cases, edits, seats, asking)
+    """The scores of each case i under edits[edit_index[i]]; None is the unedited model."""
+    scoring = scoring or ScoringOptions()
+    edit_index = [None] * len(cases) if edit_index is None else edit_index
+    prompts = _score_prompts(lm, cases, edits, edit_index, scoring)
+    generated = _generate_texts(lm, cases, edits, edit_index, scoring)
     return [
         CaseScores(
-            prompts=said if case.true is not None else {},
-            tokens={} if case.true is not None else rights,
-            texts=written,
-            reference=likeness(case, written) if likeness and written else None,
+            prompts=scores if case.true is not None else {},
+            token_correct=correct if case.true is None else {},
+            texts=texts,
+            reference_similarity=similarity(case, texts) if similarity and texts else None,
         )
-        for case, (said, rights), written in zip(cases, prompts, texts, strict=True)
+        for case, (scores, correct), texts in zip(cases, prompts, generated, strict=True)
     ]
 
 
 # ---- prompts
 
 
-def _questions(case: Case, asking: ScoringOptions) -> Iterator[tuple[str, str, str, str]]:
-    """Kind, text, new object, true object; where no object is true, the right answer twice."""
+def _prompts(case: Case, scoring: ScoringOptions) -> Iterator[tuple[str, str, str, str]]:
+    """Each prompt's kind, text, new object and true object.
+
+    zsRE has no true object: both are the correct answer, which each neighbour has for itself.
+    """
     new = (case.fact.target or "").strip()
-    old = new if case.true is None else case.true
-    yield "prompt", case.fact.text, new, old
-    for kind, name in KINDS.items():
-        if kind == "attribute" and (case.true is None or not asking.attributes):
-            continue
-        texts = getattr(case, name)
-        own = case.neighbour_answers if kind == "neighbour" and case.true is None else ()
-        for i, text in enumerate(texts):
-            answer = own[i] if i < len(own) else new
-            yield kind, text, answer, old if case.true is not None else answer
+    true = new if case.true is None else case.true
+    yield "prompt", case.fact.text, new, true
+    for text in case.paraphrases:
+        yield "paraphrase", text, new, true
+    for i, text in enumerate(case.neighbours):
+        if case.true is None and case.neighbour_answers:
+            yield "neighbour", text, case.neighbour_answers[i], case.neighbour_answers[i]
+        else:
+            yield "neighbour", text, new, true
+    if case.true is not None and scoring.attributes:
+        for text in case.attributes:
+            yield "attribute", text, new, true
 
 
-def _prompts(
-    lm: "LM", cases: Sequence[Case], edits: Sequence[Edit], seats: Sequence[int | None],
-    asking: ScoringOptions,
-) -> list[tuple[dict[str, tuple[PromptScore, ...]], dict[str, tuple[bool, ...]]]]:  # fmt: skip
-    """Both objects after every prompt, and the right answer token by token."""
-    questions = [list(_questions(case, asking)) for case in cases]
-    asks = [
-        Query(text, target, seat)
-        for mine, seat in zip(questions, seats, strict=True)
-        for _, text, new, old in mine
-        for target in dict.fromkeys((new, old))
+def _score_prompts(
+    lm: "LM",
+    cases: Sequence[Case],
+    edits: Sequence[Edit],
+    edit_index: Sequence[int | None],
+    scoring: ScoringOptions,
+) -> list[tuple[dict[str, tuple[PromptScore, ...]], dict[str, tuple[bool, ...]]]]:
+    """For each case by kind: the scores of both objects, and the correct tokens of the answer."""
+    prompts = [list(_prompts(case, scoring)) for case in cases]
+    queries = [
+        Query(text, target, edit)
+        for own, edit in zip(prompts, edit_index, strict=True)
+        for _, text, new, true in own
+        for target in dict.fromkeys((new, true))  # one query if they are the same
     ]
-    found = iter(score_queries(lm, asks, edits, tokens=ASKED.get(lm.device.type, 4096)))
+    tokens = 32768 if on_gpu(lm) else 4096
+    found = iter(score_queries(lm, queries, edits, tokens=tokens))
     result = []
-    for mine in questions:
-        said: dict[str, tuple[PromptScore, ...]] = {}
-        rights: dict[str, tuple[bool, ...]] = {}
-        for kind, _, new, old in mine:
-            first = next(found)
-            second = first if new == old else next(found)
-            asked = PromptScore(
-                new=first.nll, true=second.nll,
-                new_right=all(first.right), true_right=all(second.right),
-            )  # fmt: skip
-            said[kind] = (*said.get(kind, ()), asked)
-            rights[kind] = (*rights.get(kind, ()), *first.right)
-        result.append((said, rights))
+    for own in prompts:
+        scores: dict[str, tuple[PromptScore, ...]] = {}
+        correct: dict[str, tuple[bool, ...]] = {}
+        for kind, _, new, true in own:
+            of_new = next(found)
+            of_true = of_new if new == true else next(found)
+            score = PromptScore(
+                new=of_new.nll,
+                true=of_true.nll,
+                new_correct=all(of_new.correct),
+                true_correct=all(of_true.correct),
+            )
+            scores[kind] = (*scores.get(kind, ()), score)
+            correct[kind] = (*correct.get(kind, ()), *of_new.correct)
+        result.append((scores, correct))
     return result
 
 
-# ---- texts
+# ---- generated texts
 
 
-def _texts(
-    lm: "LM", cases: Sequence[Case], edits: Sequence[Edit], seats: Sequence[int | None],
-    asking: ScoringOptions,
-) -> list[tuple[str, ...]]:  # fmt: skip
-    """What the model writes after each opening of each case."""
-    openings = [
+def _generate_texts(
+    lm: "LM",
+    cases: Sequence[Case],
+    edits: Sequence[Edit],
+    edit_index: Sequence[int | None],
+    scoring: ScoringOptions,
+) -> list[tuple[str, ...]]:
+    """For each case, a text after each of its generation prompts."""
+    if not scoring.length:
+        return [()] * len(cases)
+    # (case, name, prompt): random numbers depend on the name, not on the batch.
+    prompts = [
         (i, f"{case.fact.id}/{n}", text)
         for i, case in enumerate(cases)
-        for n, text in enumerate(case.generations if asking.length else ())
+        for n, text in enumerate(case.generations)
     ]
-    coded = [encode(lm, text).ids for _, _, text in openings]
-    order = sorted(range(len(openings)), key=lambda j: len(coded[j]))
-    length = min(asking.length, lm.context or asking.length)
+    ids = [encode(lm, text).ids for _, _, text in prompts]
+    order = sorted(range(len(prompts)), key=lambda j: len(ids[j]))
+    length = min(scoring.length, lm.context or scoring.length)
 
-    def write(some: Sequence[int], progress: Progress) -> list[str]:
-        draws = uniform_draws([openings[j][1] for j in some], length, asking.seed)
-        own = [seats[openings[j][0]] for j in some]
-        used = sorted({seat for seat in own if seat is not None})
-        rows = [len(used) if seat is None else used.index(seat) for seat in own]
-        with edited(lm, [*(edits[seat] for seat in used), None], rows):
-            ids = sample_texts(lm, [coded[j] for j in some], draws, k=asking.k)
+    def generate(batch: Sequence[int], progress: Progress) -> list[str]:
+        draws = uniform_draws([prompts[j][1] for j in batch], length, scoring.seed)
+        with edits_by_row(lm, edits, [edit_index[prompts[j][0]] for j in batch]):
+            rows = sample_texts(lm, [ids[j] for j in batch], draws, k=scoring.top_k)
         return [
-            _clean(lm, openings[j][2] + decode_continuation(lm, coded[j], row[len(coded[j]) :]))
-            for j, row in zip(some, ids, strict=True)
+            _clean(lm, prompts[j][2] + decode_continuation(lm, ids[j], row[len(ids[j]) :]))
+            for j, row in zip(batch, rows, strict=True)
         ]
 
-    texts = run_in_batches(order, _rows(lm, length), write, lambda share: None) if order else []
-    written = dict(zip(order, texts, strict=True))
+    texts = run_in_batches(order, _batch_size(lm, length), generate, no_progress) if order else []
+    by_prompt = dict(zip(order, texts, strict=True))
     return [
-        tuple(written[j] for j in range(len(openings)) if openings[j][0] == i)
+        tuple(by_prompt[j] for j, (case, _, _) in enumerate(prompts) if case == i)
         for i in range(len(cases))
     ]
 
 
-def _rows(lm: "LM", length: int) -> int:
-    """How many texts are written at once: their keys and values must fit."""
+def _batch_size(lm: "LM", length: int) -> int:
+    """How many texts are generated at once: their KV cache must fit into memory."""
     row = 2 * lm.n_layers * lm.width * length * lm.dtype.itemsize
-    return max(1, min(ROWS.get(lm.device.type, 32), Budget.of(lm, None).bytes // row))
+    most = 640 if on_gpu(lm) else 32
+    return max(1, min(most, Budget.of(lm, None).bytes // row))
 
 
 def _clean(lm: "LM", text: str) -> str:
-    """A text as the paper's code keeps it: no end-of-text marker, no blank lines, NFKD."""
+    """The text as the paper's code stores it: no end-of-text marker, no blank lines, NFKD."""
     end = lm.tokenizer.eos_token or ""
     text = text.replace(end, "") if end else text
     return unicodedata.normalize("NFKD", text).replace("\n\n", " ")
 
 
+# ---- similarity to reference texts
+
+
 @dataclass(frozen=True, eq=False)
-class Consistency:
-    """The reference texts, and how rare words are."""
+class ReferenceSimilarity:
+    """RS of a case's generated texts: similarity to texts about subjects with the new object."""
 
     references: References
     idf: Mapping[str, float]
 
     def __call__(self, case: Case, texts: Sequence[str]) -> float | None:
-        """The cosine of the TF-IDF vectors; None where the case has no references."""
+        """The cosine of the TF-IDF vectors; None if the case has no reference texts."""
         fact = case.fact
         found = self.references.texts_for(fact.relation, fact.target or "", case.target_id)
         return reference_similarity(texts, found, self.idf) if found else None
 
 
-def load_consistency(
+def load_reference_similarity(
     references: Path, idf: Path | None = None, vocabulary: Path | None = None
-) -> Consistency:
-    """References from a file; without a table of words, rarity is that in the references."""
+) -> ReferenceSimilarity:
+    """Read reference texts; without an idf table, idf is computed from the references."""
     found = read_references(references)
     if idf is not None and vocabulary is not None:
-        words = read_words(idf, vocabulary)
-        return Consistency(found, idf_of(words.vocabulary, words.idf.tolist()))
-    every = chain(*found.by_id.values(), *found.by_name.values())
-    return Consistency(found, fit_idf(dict.fromkeys(every)))
+        table = read_idf(idf, vocabulary)
+        return ReferenceSimilarity(found, idf_by_term(table.vocabulary, table.idf.tolist()))
+    texts = chain(*found.by_id.values(), *found.by_name.values())
+    return ReferenceSimilarity(found, fit_idf(dict.fromkeys(texts)))

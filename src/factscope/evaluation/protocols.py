@@ -1,56 +1,60 @@
-"""What it means to evaluate an editor: three protocols, each from cases to records.
+"""Evaluation protocols: from cases to records.
 
-- *single*: every fact is written alone into the unedited model (the paper's protocol);
-- *batch*: many facts are written by one edit;
-- *sequential*: facts are written one after another, each case scored right after its own edit and
-  all of them again after the last (in `runs.sequence`, which keeps what a kill must not lose).
+- *single*: each fact is edited alone into the unedited model (the paper's protocol);
+- *batch*: one edit of many facts;
+- *sequential*: facts are edited one after another into the same model. Each case is scored right
+  after its own edit, and again after the last edit (`runs.evaluate` keeps the loop, so that a
+  killed run resumes).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.errors import FactscopeError, OutOfMemory
-from factscope.evaluation.before_after import checks_of
-from factscope.evaluation.cases import ReferenceSimilarity, ScoringOptions, score_cases
+from factscope.evaluation.before_after import describe_checks
+from factscope.evaluation.cases import Similarity, score_cases
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
-from factscope.records import CaseRecord, CaseScores
+from factscope.records import CaseRecord, CaseScores, Protocol
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "ScoresOrError"]
+
+ScoresOrError = CaseScores | FactscopeError
+"""The scores of a case, or why it cannot be scored (for instance a prompt that is too long)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """An editor to be evaluated on a model, and what is asked of each case."""
+    """An editor on a model, and how each case is scored."""
 
     lm: "LM"
     editor: Editor
     data: str
+    """Name of the data set in records."""
     method: str
-    """What the table's row is called."""
-    asking: ScoringOptions
-    likeness: ReferenceSimilarity | None = None
+    """Name of the editor in records and tables."""
+    scoring: ScoringOptions = field(default_factory=ScoringOptions)
+    similarity: Similarity | None = None
 
-    def unedited(self, cases: Sequence[Case]) -> list[CaseScores | FactscopeError]:
-        """Each case's scores by the model as it is, or why it cannot be asked."""
-        return self._scored(cases, [], [None] * len(cases))
+    def score_unedited(self, cases: Sequence[Case]) -> list[ScoresOrError]:
+        """Each case's scores under the unedited model (or the model with its edits applied)."""
+        return self._score(cases, [], [None] * len(cases))
 
-    def single(
-        self, cases: Sequence[Case], before: Sequence[CaseScores | FactscopeError]
-    ) -> list[CaseRecord]:
-        """Every fact alone on the unedited model."""
-        return self._recorded(cases, before, self._attempt(cases), "single", None)
+    def single(self, cases: Sequence[Case], before: Sequence[ScoresOrError]) -> list[CaseRecord]:
+        """Each fact edited alone into the unedited model."""
+        return self._records(cases, before, self._edits(cases), "single", None)
 
     def batch(
-        self, cases: Sequence[Case], before: Sequence[CaseScores | FactscopeError], step: int
+        self, cases: Sequence[Case], before: Sequence[ScoresOrError], step: int
     ) -> list[CaseRecord]:
-        """All the facts by one edit."""
+        """All facts in one edit."""
         usable = [case for case, b in zip(cases, before, strict=True) if isinstance(b, CaseScores)]
         try:
             edit: Edit | FactscopeError = self.editor(self.lm, [case.request for case in usable])
@@ -58,102 +62,96 @@ class Evaluation:
             raise
         except FactscopeError as error:
             edit = error
-        return self._recorded(cases, before, [edit] * len(cases), "batch", step)
+        return self._records(cases, before, [edit] * len(cases), "batch", step)
 
-    def in_turn(
-        self, case: Case, before: CaseScores | FactscopeError, step: int
+    def sequential_step(
+        self, case: Case, before: ScoresOrError, step: int
     ) -> tuple[CaseRecord, Edit | None]:
-        """One more fact on the model as it is now; the edit is not applied yet."""
-        (edit,) = self._attempt([case])
-        (record,) = self._recorded([case], [before], [edit], "sequential", step)
+        """One more edit of the model in its present state; the caller applies the edit."""
+        (edit,) = self._edits([case])
+        (record,) = self._records([case], [before], [edit], "sequential", step)
         return record, None if isinstance(edit, FactscopeError) else edit
 
-    def at_end(self, records: Sequence[CaseRecord], cases: Sequence[Case]) -> list[CaseRecord]:
-        """Cases of a sequence again, on the model that has all its edits."""
-        scores = self._scored(cases, [], [None] * len(cases))
+    def sequential_end(
+        self, records: Sequence[CaseRecord], cases: Sequence[Case]
+    ) -> list[CaseRecord]:
+        """Score cases again, on the model with all edits of the sequence applied."""
         return [
-            replace(record, phase="end", **_after(score))
-            for record, score in zip(records, scores, strict=True)
+            replace(record, phase="end", **_after(scores))
+            for record, scores in zip(records, self.score_unedited(cases), strict=True)
         ]
 
-    def _attempt(self, cases: Sequence[Case]) -> list[Edit | FactscopeError]:
+    def _edits(self, cases: Sequence[Case]) -> list[Edit | FactscopeError]:
         return list(self.editor.attempt(self.lm, [case.request for case in cases]))
 
-    def _recorded(
-        self, cases: Sequence[Case], before: Sequence[CaseScores | FactscopeError],
-        edits: Sequence[Edit | FactscopeError], protocol: Any, step: int | None,
-    ) -> list[CaseRecord]:  # fmt: skip
-        """The cases scored under their edits, or with the error that there was."""
+    def _records(
+        self,
+        cases: Sequence[Case],
+        before: Sequence[ScoresOrError],
+        edits: Sequence[Edit | FactscopeError],
+        protocol: Protocol,
+        step: int | None,
+    ) -> list[CaseRecord]:
+        """Each case scored under its edit, or with the error of its scores or its edit."""
         errors = [
             next((x for x in both if isinstance(x, FactscopeError)), None)
             for both in zip(before, edits, strict=True)
         ]
         good = [i for i, error in enumerate(errors) if error is None]
-        used = list({id(edits[i]): edits[i] for i in good}.values())
-        places = {id(edit): n for n, edit in enumerate(used)}
-        seats = [places[id(edits[i])] for i in good]
-        on_device = [edit.to(self.lm.device) for edit in used if isinstance(edit, Edit)]
-        scored = self._scored([cases[i] for i in good], on_device, seats)
-        after = dict(zip(good, scored, strict=True))
+        # In a batch all cases share one edit: score it as one, not as many.
+        distinct = {id(edits[i]): edits[i] for i in good}
+        index = {key: n for n, key in enumerate(distinct)}
+        on_device = [e.to(self.lm.device) for e in distinct.values() if isinstance(e, Edit)]
+        scores = self._score(
+            [cases[i] for i in good], on_device, [index[id(edits[i])] for i in good]
+        )
+        after = dict(zip(good, scores, strict=True))
         return [
-            self._record(case, b, edit, _after(after.get(i, errors[i])), protocol, step)
-            for i, (case, b, edit) in enumerate(zip(cases, before, edits, strict=True))
+            CaseRecord(
+                fact=case.fact,
+                true=case.true,
+                data=self.data,
+                model=self.lm.name,
+                method=self.method,
+                protocol=protocol,
+                step=step,
+                before=unedited if isinstance(unedited, CaseScores) else None,
+                checks=describe_checks(edit.checks) if isinstance(edit, Edit) else {},
+                **_after(after.get(i, errors[i])),
+            )
+            for i, (case, unedited, edit) in enumerate(zip(cases, before, edits, strict=True))
         ]
 
-    def _record(
-        self, case: Case, before: CaseScores | FactscopeError, edit: Edit | FactscopeError,
-        after: dict[str, Any], protocol: Any, step: int | None,
-    ) -> CaseRecord:  # fmt: skip
-        return CaseRecord(
-            fact=case.fact,
-            true=case.true,
-            data=self.data,
-            model=self.lm.name,
-            method=self.method,
-            protocol=protocol,
-            step=step,
-            before=before if isinstance(before, CaseScores) else None,
-            checks=checks_of(edit.checks) if isinstance(edit, Edit) else {},
-            **after,
-        )
-
-    def _scored(
-        self, cases: Sequence[Case], edits: Sequence[Edit], seats: Sequence[int | None]
-    ) -> list[CaseScores | FactscopeError]:
-        """All cases at once; if one cannot be asked, each alone, so that the others can."""
-
-        def ask(some: Sequence[Case], places: Sequence[int | None]) -> list[CaseScores]:
-            return score_cases(
-                self.lm, some, edits, places, asking=self.asking, likeness=self.likeness
-            )
-
-        return _all_or_each(cases, seats, ask) if cases else []
+    def _score(
+        self, cases: Sequence[Case], edits: Sequence[Edit], edit_index: Sequence[int | None]
+    ) -> list[ScoresOrError]:
+        """All cases in one batch; if that fails, each alone, so that only the bad ones fail."""
+        if not cases:
+            return []
+        try:
+            return list(
+                score_cases(
+                    self.lm, cases, edits, edit_index,
+                    scoring=self.scoring, similarity=self.similarity,
+                )
+            )  # fmt: skip
+        except OutOfMemory:
+            raise
+        except FactscopeError as error:
+            if len(cases) == 1:
+                return [error]
+        return [
+            scores
+            for case, index in zip(cases, edit_index, strict=True)
+            for scores in self._score([case], edits, [index])
+        ]
 
 
-def _all_or_each(
-    cases: Sequence[Case],
-    seats: Sequence[int | None],
-    ask: Callable[[Sequence[Case], Sequence[int | None]], list[CaseScores]],
-) -> list[CaseScores | FactscopeError]:
-    try:
-        return list(ask(cases, seats))
-    except OutOfMemory:
-        raise
-    except FactscopeError as error:
-        if len(cases) == 1:
-            return [error]
-    return [
-        result
-        for case, seat in zip(cases, seats, strict=True)
-        for result in _all_or_each([case], [seat], ask)
-    ]
-
-
-def _after(scores: CaseScores | FactscopeError | None) -> dict[str, Any]:
-    """What a record says of the scores, or of the error in their place."""
-    if isinstance(scores, CaseScores):
-        numbers = [x for asked in scores.prompts.values() for a in asked for x in (a.new, a.true)]
-        if all(map(math.isfinite, numbers)):
-            return {"after": scores, "error": None}
-        return {"after": None, "error": "the edited model's probabilities are no numbers"}
-    return {"after": None, "error": f"{type(scores).__name__}: {scores}"}
+def _after(scores: ScoresOrError | None) -> dict[str, Any]:
+    """The fields `after` and `error` of a record."""
+    if not isinstance(scores, CaseScores):
+        return {"after": None, "error": f"{type(scores).__name__}: {scores}"}
+    nlls = [x for prompts in scores.prompts.values() for p in prompts for x in (p.new, p.true)]
+    if not all(map(math.isfinite, nlls)):
+        return {"after": None, "error": "the edited model's probabilities are NaN or infinite"}
+    return {"after": scores, "error": None}

@@ -1,140 +1,151 @@
-"""How likely a model finds given words after given prompts: raw scores, nothing averaged."""
+"""Log-likelihood of targets after prompts, each under its own edit: raw scores, not averaged."""
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from factscope.editing.edit import Edit
 from factscope.editing.per_row import edited
-from factscope.lm.accel.linear import MANY, quick_blocks
+from factscope.lm.accel import accelerated
 from factscope.lm.tokens import continuation_ids, encode
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Query", "QueryScore", "score_queries"]
+__all__ = ["Query", "QueryScore", "edits_by_row", "score_queries"]
 
 TOKENS = 4096
-"""About how many tokens go through the model at once."""
+"""Approximate number of tokens per batch."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt, words that may follow it, and the edit under which to ask."""
+    """A prompt, a target that may follow it, and the edit to score it under."""
 
     text: str
     target: str
     edit: int | None = None
-    """The number of the edit; None for the model as it is."""
+    """Index of the edit; None for the unedited model."""
 
 
 @dataclass(frozen=True)
 class QueryScore:
-    """What the model thinks of the words."""
+    """How likely the target is after the prompt."""
 
     nll: float
-    """Mean negative log-likelihood of the target's tokens; exp(-nll) is what the paper calls P."""
-    first: float
-    """The probability of the target's first token."""
-    right: tuple[bool, ...]
-    """Of each of its tokens, whether it is the likeliest where it stands."""
+    """Mean negative log-likelihood of the target's tokens; exp(-nll) is the paper's P."""
+    first_probability: float
+    """Probability of the target's first token."""
+    correct: tuple[bool, ...]
+    """For each token of the target, whether it is the most likely one at its position."""
     top: str
-    """The likeliest next token."""
+    """The most likely next token after the prompt."""
     top_probability: float
 
 
 @torch.no_grad()
 def score_queries(
-    lm: "LM", asks: Sequence[Query], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
+    lm: "LM", queries: Sequence[Query], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
 ) -> list[QueryScore]:
-    """Every question's answer, in the order asked; rows of like length go together.
+    """The score of every query, in order; rows of similar length share a batch.
 
-    Words of one token are looked up behind the prompt alone, so that all such words after the same
-    prompt take one row.
+    A row is a prompt with all but the last token of the target: queries with the same prompt and
+    one-token targets share a row.
     """
-    prompts = {text: encode(lm, text) for text in dict.fromkeys(ask.text for ask in asks)}
-    questions: dict[_Row, list[tuple[int, tuple[int, ...]]]] = {}
-    for i, ask in enumerate(asks):
-        prompt = prompts[ask.text]
-        target = continuation_ids(lm, prompt, ask.text, ask.target.strip())
-        row = _Row((*prompt.ids, *target[:-1]), ask.edit)
-        questions.setdefault(row, []).append((i, target))
-    order = sorted(questions, key=lambda row: len(row.ids))
-    found: dict[int, QueryScore] = {}
-    while order:
-        some = order[-max(1, tokens // len(order[-1].ids)) :]
-        order = order[: -len(some)]
-        found |= _batch(lm, some, [questions[row] for row in some], edits)
-    return [found[i] for i in range(len(asks))]
+    prompts = {text: encode(lm, text) for text in dict.fromkeys(query.text for query in queries)}
+    targets: dict[_Row, list[_Target]] = {}
+    for i, query in enumerate(queries):
+        prompt = prompts[query.text]
+        ids = continuation_ids(lm, prompt, query.text, query.target.strip())
+        row = _Row((*prompt.ids, *ids[:-1]), query.edit)
+        targets.setdefault(row, []).append(_Target(i, ids))
+    rows = sorted(targets, key=lambda row: len(row.ids))
+    scores: dict[int, QueryScore] = {}
+    while rows:
+        batch = rows[-max(1, tokens // len(rows[-1].ids)) :]
+        rows = rows[: -len(batch)]
+        scores |= _score_batch(lm, batch, [targets[row] for row in batch], edits)
+    return [scores[i] for i in range(len(queries))]
+
+
+def edits_by_row(
+    lm: "LM", edits: Sequence[Edit], indices: Sequence[int | None]
+) -> AbstractContextManager[None]:
+    """Inside, row i of each batch sees edits[indices[i]], or the unedited model if that is None."""
+    used = sorted({i for i in indices if i is not None})
+    place = {i: n for n, i in enumerate(used)}
+    rows = [len(used) if i is None else place[i] for i in indices]
+    return edited(lm, [*(edits[i] for i in used), None], rows)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Tokens to be read, and the edit under which."""
-
     ids: tuple[int, ...]
     edit: int | None
 
 
-def _batch(
-    lm: "LM",
-    rows: Sequence[_Row],
-    questions: Sequence[Sequence[tuple[int, tuple[int, ...]]]],
-    edits: Sequence[Edit],
+@dataclass(frozen=True)
+class _Target:
+    query: int
+    ids: tuple[int, ...]
+
+
+def _score_batch(
+    lm: "LM", rows: Sequence[_Row], targets: Sequence[Sequence[_Target]], edits: Sequence[Edit]
 ) -> dict[int, QueryScore]:
-    """One forward pass; the head only where a target's token is due."""
-    states = _states(lm, rows, edits)
-    asked = [(n, i, target) for n, mine in enumerate(questions) for i, target in mine]
-    due = [
-        (n, len(rows[n].ids) - len(target) + j)
-        for n, _, target in asked
-        for j in range(len(target))
+    """One forward pass over the rows; logits only at positions that predict a target's token."""
+    states = _last_states(lm, rows, edits)
+    scored = [(n, target) for n, own in enumerate(targets) for target in own]
+    # A row ends before the target's last token, so its last len(target) positions predict it.
+    needed = [
+        (n, len(rows[n].ids) - len(target.ids) + j)
+        for n, target in scored
+        for j in range(len(target.ids))
     ]
-    places = list(dict.fromkeys(due))
-    number = {place: k for k, place in enumerate(places)}
-    row, slot = torch.tensor(places, device=states.device).T
-    logs = lm.head(states[row, slot]).float().log_softmax(-1)
-    best = logs.max(-1)
-    tops, highest = best.indices.tolist(), best.values.tolist()
-    reads = [number[place] for place in due]
-    labels = [token for _, _, target in asked for token in target]
-    at = torch.tensor([reads, labels], device=logs.device)
-    said = zip(reads, (-logs[at[0], at[1]]).tolist(), labels, strict=True)
-    result: dict[int, QueryScore] = {}
-    for _, i, target in asked:
-        mine = list(islice(said, len(target)))
-        first, losses = mine[0][0], [loss for _, loss, _ in mine]
-        result[i] = QueryScore(
-            nll=sum(losses) / len(losses),
-            first=math.exp(-losses[0]),
-            right=tuple(tops[read] == token for read, _, token in mine),
-            top=lm.tokenizer.decode([tops[first]]),
-            top_probability=math.exp(highest[first]),
+    positions = list(dict.fromkeys(needed))
+    index = {position: k for k, position in enumerate(positions)}
+    row, position = torch.tensor(positions, device=states.device).T
+    log_probs = lm.head(states[row, position]).float().log_softmax(-1)
+    best = log_probs.max(-1)
+    top_ids, top_log_probs = best.indices.tolist(), best.values.tolist()
+    reads = [index[position] for position in needed]
+    labels = [token for _, target in scored for token in target.ids]
+    at = torch.tensor([reads, labels], device=log_probs.device)
+    losses = (-log_probs[at[0], at[1]]).tolist()
+    scores: dict[int, QueryScore] = {}
+    start = 0
+    for _, target in scored:
+        span = slice(start, start + len(target.ids))
+        start = span.stop
+        first = reads[span][0]
+        scores[target.query] = QueryScore(
+            nll=sum(losses[span]) / len(target.ids),
+            first_probability=math.exp(-losses[span][0]),
+            correct=tuple(
+                top_ids[read] == token for read, token in zip(reads[span], target.ids, strict=True)
+            ),
+            top=lm.tokenizer.decode([top_ids[first]]),
+            top_probability=math.exp(top_log_probs[first]),
         )
-    return result
+    return scores
 
 
-def _states(
-    lm: "LM", rows: Sequence[_Row], edits: Sequence[Edit], *, quickly: bool = True
+def _last_states(
+    lm: "LM", rows: Sequence[_Row], edits: Sequence[Edit]
 ) -> Float[Tensor, "row token width"]:
     """The last layer's states, each row under its own edit."""
-    length = max(len(row.ids) for row in rows)
-    ids = torch.tensor([[*row.ids, *[0] * (length - len(row.ids))] for row in rows]).to(lm.device)
-    used = sorted({row.edit for row in rows if row.edit is not None})
-    place = {edit: n for n, edit in enumerate(used)}
-    seats = [len(used) if row.edit is None else place[row.edit] for row in rows]
-    quickly = quickly and lm.device.type == "cuda" and len(rows) >= MANY
-    with (
-        edited(lm, [*(edits[i] for i in used), None], seats),
-        quick_blocks(lm.blocks if quickly else ()),
-    ):
-        states = lm.model.base_model(ids, use_cache=False).last_hidden_state
-    if quickly and not states.isfinite().all():  # quick products left their range
-        return _states(lm, rows, edits, quickly=False)
-    return states
+    # Padding on the right needs no mask: attention is causal, and padded positions are not read.
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True).to(lm.device)
+
+    def forward(ids: Tensor) -> Tensor:
+        return lm.model.base_model(ids, use_cache=False).last_hidden_state
+
+    with edits_by_row(lm, edits, [row.edit for row in rows]):
+        return accelerated(lm, forward, ids, batch=len(rows))

@@ -1,1 +1,1 @@
-"""The same work many times over, into a folder that survives a kill."""
+"""Runs: the same work over many facts, into a folder from which an interrupted run resumes."""

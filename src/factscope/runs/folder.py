@@ -1,7 +1,7 @@
-"""A run's folder: spec.toml says what was asked, info.json by what it was made, records.jsonl holds
-the results, one a line, appended as they come. A killed run goes on where it stopped.
+"""Run folders: spec.toml (settings), info.json (versions, device, model), records.jsonl (results).
 
-By what a run was made: versions, the device, the model's fingerprint.
+Records are appended one by one as they are computed. An interrupted run resumes: the same command
+opens the folder again and computes what is missing.
 """
 
 import json
@@ -10,34 +10,33 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.io import PARTIAL, write_atomic
-from factscope.lm.model import LM
 from factscope.records import (
     CaseRecord,
     TraceRecord,
     TrainingRecord,
     read_case_records,
-    read_records,
+    read_trace_records,
     read_training_records,
 )
 
-__all__ = [
-    "WEIGHTS",
-    "Record",
-    "RunFolder",
-    "run_info",
-]
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
 
+__all__ = ["FORMAT", "WEIGHTS", "Record", "RunFolder", "run_info"]
+
+FORMAT = 2
+"""Version of the run folder's format; spec.toml of version 1 has other keys."""
 WEIGHTS = "weights.safetensors"
-"""What training leaves in its folder for `--weights`."""
+"""File with a trained editor's weights, for `--weights`."""
 
 
 @runtime_checkable
 class Record(Protocol):
-    """What a run writes down."""
+    """A result that a run appends to its records."""
 
     def to_json(self) -> str:
         """The record as one line of JSON."""
@@ -45,15 +44,17 @@ class Record(Protocol):
 
 
 class RunFolder:
-    """An open run: what is done already, and where the next record goes."""
+    """The folder of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records_path = path / "records.jsonl"
 
     @classmethod
-    def begin(cls, path: Path, spec: Mapping[str, Any], info: Mapping[str, Any]) -> "RunFolder":
-        """Start a run in a new or empty folder, or take up the one that has the same spec."""
+    def create_or_open(
+        cls, path: Path, spec: Mapping[str, Any], info: Mapping[str, Any]
+    ) -> "RunFolder":
+        """Create a run in a new or empty folder, or open the run with the same spec to resume."""
         import tomli_w
 
         wanted = tomli_w.dumps(_without_none(spec))
@@ -61,29 +62,29 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise BadRunFolder(f"{path} is a file; give a folder for the run")
         if (path / "spec.toml").is_file():
-            folder._must_match(wanted)
-            folder._must_be_same_model(info)
+            folder._check_same_run(wanted, info)
             folder._drop_broken_line()
             return folder
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
             raise BadRunFolder(f"{path} holds other files and no run; give a new or empty folder")
         path.mkdir(parents=True, exist_ok=True)
+        info = {"format": FORMAT, **info}
         write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
-        write_atomic(path / "spec.toml", wanted)  # last: with it the folder is a run
+        write_atomic(path / "spec.toml", wanted)  # last: it makes the folder a run
         return folder
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """An existing run, to read."""
+        """Open an existing run to read it."""
         if not (path / "spec.toml").is_file():
             raise BadRunFolder(
-                f"{path} is not a run's folder; "
-                "`factscope trace`, `evaluate`, `sweep` or `train` with --out makes one"
+                f"{path} is not a run folder; "
+                "`factscope trace`, `evaluate`, `sweep` or `train` with --out creates one"
             )
         return cls(path)
 
     def spec(self) -> dict[str, Any]:
-        """What was asked for."""
+        """The run's settings."""
         import tomllib
 
         try:
@@ -93,23 +94,23 @@ class RunFolder:
 
     @property
     def command(self) -> str:
-        """What was run: "trace", "evaluate", "sweep" or "train"."""
+        """The command that was run: "trace", "evaluate", "sweep" or "train"."""
         return str(self.spec().get("command", "trace"))
 
-    def records(self) -> list[TraceRecord]:
-        """The traces that are done."""
-        return list(read_records(self.records_path)) if self.records_path.is_file() else []
+    def trace_records(self) -> list[TraceRecord]:
+        """The traces so far."""
+        return list(read_trace_records(self.records_path)) if self.records_path.is_file() else []
 
     def case_records(self) -> list[CaseRecord]:
-        """The evaluated cases that are done."""
+        """The evaluated cases so far."""
         return list(read_case_records(self.records_path)) if self.records_path.is_file() else []
 
     def training_records(self) -> list[TrainingRecord]:
-        """What training wrote down so far."""
+        """The evaluations of training so far."""
         return list(read_training_records(self.records_path)) if self.records_path.is_file() else []
 
     def append(self, record: Record) -> None:
-        """Add a record; when this returns it is on the disk."""
+        """Append a record and flush it to disk."""
         try:
             with self.records_path.open("a", encoding="utf-8") as file:
                 file.write(record.to_json() + "\n")
@@ -117,34 +118,36 @@ class RunFolder:
                 os.fsync(file.fileno())
         except OSError as error:
             raise RunInterrupted(
-                f"cannot write to {self.records_path} ({error.strerror or error}); make room, and "
-                "the same command goes on from here"
+                f"cannot write to {self.records_path} ({error.strerror or error}); free some "
+                "space, then the same command resumes"
             ) from error
 
-    def _must_match(self, wanted: str) -> None:
+    def _check_same_run(self, wanted: str, info: Mapping[str, Any]) -> None:
+        """Refuse a folder of another format, spec or model."""
         import difflib
 
-        there = (self.path / "spec.toml").read_text("utf-8")
-        if there != wanted:
-            lines = difflib.unified_diff(
-                there.splitlines(), wanted.splitlines(), "there", "asked", lineterm="", n=0
+        there = json.loads((self.path / "info.json").read_text("utf-8"))
+        if (number := there.get("format", 1)) != FORMAT:
+            raise BadRunFolder(
+                f"{self.path} has run folder format {number}, and this factscope resumes only "
+                f"format {FORMAT}; give a new folder (`factscope report` still reads this one)"
             )
+        old = (self.path / "spec.toml").read_text("utf-8")
+        if old != wanted:
+            lines = difflib.unified_diff(old.splitlines(), wanted.splitlines(), lineterm="", n=0)
             changes = [x for x in lines if x[:1] in "+-" and x[:3] not in ("+++", "---")]
             raise BadRunFolder(
                 f"{self.path} belongs to another run; give another folder, or the same settings. "
-                "There (-) and asked for (+):\n  " + "\n  ".join(changes)
+                "In the folder (-) and given now (+):\n  " + "\n  ".join(changes)
             )
-
-    def _must_be_same_model(self, info: Mapping[str, Any]) -> None:
-        """The same name may stand for other weights by now."""
-        there = json.loads((self.path / "info.json").read_text("utf-8")).get("model_fingerprint")
-        if there != info.get("model_fingerprint"):
+        # The same model name may mean other weights by now.
+        if there.get("model_fingerprint") != info.get("model_fingerprint"):
             raise BadRunFolder(
                 f"{self.path} was made with other weights of the same name; give another folder"
             )
 
     def _drop_broken_line(self) -> None:
-        """Cut off a last line that a kill left half-written."""
+        """Truncate a last line that a killed process left incomplete."""
         if not self.records_path.is_file():
             return
         data = self.records_path.read_bytes()
@@ -153,10 +156,9 @@ class RunFolder:
             os.truncate(self.records_path, end)
         if end == 0 and data:
             return
+        read = {"evaluate": self.case_records, "train": self.training_records}
         try:
-            {"evaluate": self.case_records, "train": self.training_records}.get(
-                self.command, self.records
-            )()
+            read.get(self.command, self.trace_records)()
         except BadRecord as error:
             raise BadRunFolder(
                 f"{error}; delete that line to {self.command} its fact again"
@@ -164,7 +166,7 @@ class RunFolder:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: what is not set is not written."""
+    """TOML has no null: leave out what is None."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -173,12 +175,12 @@ def _without_none(value: Any) -> Any:
 
 
 def _unfinished(file: Path) -> bool:
-    """What a run that was killed at its very beginning leaves."""
+    """Whether a run that was killed while its folder was created leaves such a file."""
     return file.name == "info.json" or file.name.endswith(PARTIAL)
 
 
-def run_info(lm: LM) -> dict[str, Any]:
-    """What a run's info.json says."""
+def run_info(lm: "LM") -> dict[str, Any]:
+    """What info.json says: versions, the device, the model's fingerprint."""
     return {
         "factscope": _version("factscope"),
         "python": platform.python_version(),

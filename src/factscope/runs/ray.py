@@ -1,114 +1,113 @@
-"""The pieces of a run spread over Ray: each actor holds the model once, the driver alone writes.
+"""Run an evaluation's work items on Ray: each actor loads the model once, the driver writes.
 
-An actor that dies is replaced, and what it was doing is done again elsewhere.
+A dead actor is replaced, and its work item runs again.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from factscope.errors import BadSetting, RunInterrupted
-from factscope.evaluation.protocols import Evaluation
 from factscope.records import CaseRecord, Protocol
 from factscope.runs.evaluate import EvaluateRun, Executor, WorkItem, run_item
 
-__all__ = ["Make", "WorkerSetup", "ray_executor"]
+if TYPE_CHECKING:
+    from factscope.evaluation.protocols import Evaluation
+
+__all__ = ["MakeEvaluation", "WorkerSetup", "ray_executor"]
 
 log = logging.getLogger(__name__)
 
-Make = Callable[[], Evaluation]
-"""Loads the model and settles the editor: called once in each actor."""
+MakeEvaluation = Callable[[], "Evaluation"]
+"""Loads the model and resolves the editor; called once in each actor."""
 
-TRIES = 3
-"""How often a piece is begun before the run gives up on it."""
+ATTEMPTS = 3
+"""How often a work item is started before the run gives up."""
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What an actor begins with: the run, its editor settled, and a device."""
+    """What an actor needs: the run, with its editor resolved, and a device."""
 
     run: EvaluateRun
     device: str
 
-    def __call__(self) -> Evaluation:
-        """Load the model here."""
+    def __call__(self) -> "Evaluation":
+        """Load the model in this process."""
         from factscope.lm.load import load
 
         return self.run.evaluation(load(self.run.model, device=self.device, dtype=self.run.dtype))
 
 
 class Worker:
-    """What lives in an actor."""
+    """The actor: an evaluation with its model."""
 
-    def __init__(self, make: Make, protocol: Protocol) -> None:
+    def __init__(self, make: MakeEvaluation, protocol: Protocol) -> None:
         self.evaluation = make()
         self.protocol: Protocol = protocol
 
-    def do(self, piece: WorkItem) -> tuple[WorkItem, list[CaseRecord]]:
-        """One piece's unedited scores and records."""
-        return run_item(self.evaluation, self.protocol, piece)
+    def run(self, item: WorkItem) -> tuple[WorkItem, list[CaseRecord]]:
+        """Run one work item."""
+        return run_item(self.evaluation, self.protocol, item)
 
 
 @contextmanager
 def ray_executor(
-    make: Make, protocol: Protocol, *, address: str | None = None, workers: int | None = None
+    make: MakeEvaluation,
+    protocol: Protocol,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
 ) -> Iterator[Executor]:
-    """A crew of actors, one for each GPU of the cluster, or `workers` of them."""
-    ray = _ray()
+    """An executor with `workers` actors; by default one per GPU of the cluster."""
+    try:
+        import ray
+    except ImportError as error:
+        raise BadSetting("Ray is not installed; pip install 'factscope[ray]'") from error
     if protocol == "sequential":
-        raise BadSetting("sequential edits build on each other and cannot be spread; leave out ray")
+        raise BadSetting(
+            "protocol is sequential, whose edits depend on each other; run it without Ray"
+        )
     if not ray.is_initialized():
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=40)
     gpus = int(ray.cluster_resources().get("GPU", 0))
     count = workers or gpus or max(1, int(ray.cluster_resources().get("CPU", 1)) // 2)
-    options = {"num_gpus": 1} if gpus else {"num_cpus": 1}
-    actor = ray.remote(**options)(Worker)
-    make_at_once = ray.put(make)
-
-    def hire() -> Any:
-        return actor.remote(make_at_once, protocol)
-
+    resources: dict[str, Any] = {"num_gpus": 1} if gpus else {"num_cpus": 1}
+    actor: Any = ray.remote(**resources)(Worker)
+    stored = ray.put(make)  # serialized once for all actors
     try:
-        yield lambda pieces: _shared(ray, hire, count, pieces)
+        yield lambda items: _run_items(ray, lambda: actor.remote(stored, protocol), count, items)
     finally:
         if address is None:
             ray.shutdown()
 
 
-def _shared(
-    ray: Any, hire: Callable[[], Any], count: int, pieces: Iterable[WorkItem]
+def _run_items(
+    ray: Any, start_actor: Callable[[], Any], count: int, items: Iterable[WorkItem]
 ) -> Iterator[tuple[WorkItem, list[CaseRecord]]]:
-    """Results as they come; a piece whose actor died goes back to the others."""
-    waiting = [(piece, 1) for piece in pieces]
-    busy: dict[Any, tuple[Any, WorkItem, int]] = {}
-    idle = [hire() for _ in range(min(count, len(waiting)))]
-    while waiting or busy:
+    """Yield results as they arrive; the item of a dead actor runs again on a new one."""
+    waiting = [(item, 1) for item in items]
+    running: dict[Any, tuple[Any, WorkItem, int]] = {}
+    idle = [start_actor() for _ in range(min(count, len(waiting)))]
+    while waiting or running:
         while waiting and idle:
-            (piece, tries), worker = waiting.pop(0), idle.pop()
-            busy[worker.do.remote(piece)] = (worker, piece, tries)
-        (ready,), _ = ray.wait(list(busy), num_returns=1)
-        worker, piece, tries = busy.pop(ready)
+            (item, attempt), actor = waiting.pop(0), idle.pop()
+            running[actor.run.remote(item)] = (actor, item, attempt)
+        (ready,), _ = ray.wait(list(running), num_returns=1)
+        actor, item, attempt = running.pop(ready)
         try:
             yield ray.get(ready)
-            idle.append(worker)
+            idle.append(actor)
         except ray.exceptions.RayActorError as error:
-            log.warning("an actor died (%s); piece %d is done again", error, piece.number)
-            if tries == TRIES:
+            log.warning("an actor died (%s); work item %d runs again", error, item.number)
+            if attempt == ATTEMPTS:
                 raise RunInterrupted(
-                    f"actors died {TRIES} times on piece {piece.number}; see Ray's logs, give each "
-                    "more memory, and the same command goes on from here"
+                    f"actors died {ATTEMPTS} times on work item {item.number}; see Ray's logs and "
+                    "give each actor more memory, then the same command resumes"
                 ) from error
-            waiting.insert(0, (piece, tries + 1))
-            idle.append(hire())
+            waiting.insert(0, (item, attempt + 1))
+            idle.append(start_actor())
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise BadSetting("Ray is not installed; pip install 'factscope[ray]'") from error
-    return ray

@@ -1,19 +1,19 @@
-"""Many traces into a run's folder."""
+"""Trace many facts into a run folder."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from factscope.data.readers import FactsFile, read_facts
 from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.io import sha256
-from factscope.lm.model import LM
-from factscope.lm.tokens import encode_fact
+from factscope.progress import Progress, no_progress
 from factscope.runs.folder import RunFolder, run_info
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import default_scale, trace_many
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
 
 __all__ = ["TraceRun"]
 
@@ -23,18 +23,23 @@ class TraceRun:
     """Which facts to trace on which model, and how."""
 
     model: str
+    """Model: a short name, a folder, a file or a hub id."""
     dtype: str
+    """Number format of the weights."""
     facts: Path
-    limit: int | None
+    """File of facts."""
+    limit: int | None = None
+    """Use only the first N facts."""
     settings: Tracing
+    """Corruption, restored kinds, window and so on."""
 
     def read(self) -> FactsFile:
-        """The facts to trace, with what could not be read."""
+        """The facts to trace, and problems of the lines that cannot be read."""
         file = read_facts(self.facts)
         return FactsFile(file.facts[: self.limit], file.problems)
 
     def spec(self) -> dict[str, Any]:
-        """What makes two runs the same."""
+        """What identifies the run."""
         return {
             "command": "trace",
             "model": self.model,
@@ -45,8 +50,10 @@ class TraceRun:
             "tracing": self.settings.to_dict(),
         }
 
-    def fitting(self, lm: LM, facts: tuple[Fact, ...]) -> FactsFile:
-        """The facts that the model can read, and what is wrong with the others."""
+    def readable_facts(self, lm: "LM", facts: tuple[Fact, ...]) -> FactsFile:
+        """The facts that fit the model (its tokenizer and context), and problems of the others."""
+        from factscope.lm.tokens import encode_fact
+
         fit: list[Fact] = []
         problems: list[str] = []
         for fact in facts:
@@ -57,30 +64,28 @@ class TraceRun:
                 problems.append(f"{self.facts.name}, fact {fact.id}: {error}")
         return FactsFile(tuple(fit), tuple(problems))
 
-    def begin(self, lm: LM, path: Path) -> RunFolder:
-        """A new run in a folder, or the same run taken up again."""
-        return RunFolder.begin(path, self.spec(), run_info(lm))
+    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+        """Create the run's folder, or open it to resume."""
+        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
-    def go_on(
+    def run(
         self,
-        lm: LM,
+        lm: "LM",
         folder: RunFolder,
         facts: tuple[Fact, ...],
         *,
         memory: int | None = None,
-        progress: Callable[[int], None] = lambda n: None,
+        progress: Progress = no_progress,
     ) -> None:
-        """Trace what is not yet in the folder. σ is that of all the run's subjects."""
-        finished = {record.fact for record in folder.records()}
-        progress(sum(fact in finished for fact in facts))
+        """Trace the facts that are not yet in the folder."""
+        from factscope.tracing.trace import default_scale, trace_many
+
+        finished = {record.fact for record in folder.trace_records()}
+        progress(sum(fact in finished for fact in facts) / max(1, len(facts)))
+        # σ is that of all subjects of the run, so that a resumed run adds the same noise.
         scale = default_scale(lm, self.settings.corruption, facts)
         for record in trace_many(
-            lm,
-            facts,
-            self.settings,
-            scale=scale,
-            memory=memory,
-            finished=finished,
-            progress=progress,
+            lm, facts, self.settings, scale=scale, memory=memory, finished=finished
         ):
             folder.append(record)
+            progress(1 / len(facts))
