@@ -1,10 +1,8 @@
-"""Measuring the guard rails of edits: how large, and what they do to a plain text."""
+"""Edit checks: how large an edit is, and how much it changes the perplexity of unrelated text."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,16 +12,14 @@ from torch import Tensor, nn
 from factscope.editing.edit import Edit, EditChecks
 from factscope.editing.per_row import edited, factors_applied, factors_by_row
 from factscope.errors import PromptTooLong
-from factscope.lm.accel.graphs import played
-from factscope.lm.accel.linear import MANY, Quickly, quick_blocks
-from factscope.lm.accel.search_cache import quick_where_kept
+from factscope.lm.accel import MIN_BATCH, accelerated
 from factscope.lm.tokens import encode
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = [
-    "PLAIN_TEXT",
+    "CHECK_TEXT",
     "check_text_ids",
     "measure_checks",
     "perplexities",
@@ -32,7 +28,7 @@ __all__ = [
     "with_checks",
 ]  # fmt: skip
 
-PLAIN_TEXT = """\
+CHECK_TEXT = """\
 The river rises in the hills north of the old town and flows south for about ninety miles before \
 it reaches the sea. In spring, when the snow melts, the water is high and brown, and the farmers \
 who live along its banks move their animals to the upper fields. A stone bridge, built more than \
@@ -40,24 +36,24 @@ two hundred years ago, carries the road to the market. On Saturdays people come 
 around to sell bread, apples, cheese and wool, and to hear the news of the week. Children play \
 between the stalls while their parents talk about the weather, the price of grain and the new \
 school that the council wants to build next year."""
-"""Says nothing about anyone: an edit of a fact should leave it as likely as it was."""
+"""Mentions no person or place: an edit of a fact should leave its perplexity unchanged."""
 
-AT_ONCE = 65
-"""How many edits' texts are run at once: 64 and the unedited model."""
+EDITS_PER_PASS = 65
+"""How many models read the text in one batch: 64 edited ones and the unedited one."""
 
 
 def with_checks(
-    lm: "LM", edits: Sequence[Edit], factors: Sequence[float | None] | None = None
+    lm: "LM", edits: Sequence[Edit], division_factors: Sequence[float | None] | None = None
 ) -> list[Edit]:
-    """The edits with their guard rails measured; `factors` are their division factors."""
+    """The edits with their checks measured."""
     if not edits:
         return []
-    factors = [None] * len(edits) if factors is None else factors
-    asked = [None, *edits]
+    factors = [None] * len(edits) if division_factors is None else division_factors
+    models = [None, *edits]
     before, *after = [
         perplexity
-        for i in range(0, len(asked), AT_ONCE)
-        for perplexity in _perplexities(lm, asked[i : i + AT_ONCE])
+        for i in range(0, len(models), EDITS_PER_PASS)
+        for perplexity in _text_perplexities(lm, models[i : i + EDITS_PER_PASS])
     ]
     return [
         replace(edit, checks=measure_checks(lm, edit, before, perplexity, factor))
@@ -66,11 +62,11 @@ def with_checks(
 
 
 def measure_checks(
-    lm: "LM", edit: Edit, before: float, after: float, factor: float | None = None
+    lm: "LM", edit: Edit, before: float, after: float, division_factor: float | None = None
 ) -> EditChecks:
-    """The guard rails of an edit under which the text's perplexity is known."""
+    """The checks of an edit, given the text's perplexity without and with it."""
     return EditChecks(
-        division_factor=factor,
+        division_factor=division_factor,
         update_norm=update_norm(lm, edit),
         perplexity_before=before,
         perplexity_after=after,
@@ -86,83 +82,57 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 
 
 @torch.no_grad()
-def _perplexities(lm: "LM", edits: Sequence[Edit | None], *, quickly: bool = True) -> list[float]:
-    """The perplexity of the plain text under each edit."""
+def _text_perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
+    """The text's perplexity under each edit, all in one batch of per-row edits."""
     ids = check_text_ids(lm)
-    many = len(edits) >= MANY
-    quick = _quick(lm, many) if quickly else None
-    factors = {} if many else factors_by_row(lm, edits)
+    # A few low-rank edits are given as tensors: such a pass has the same shapes every time.
+    factors = factors_by_row(lm, edits) if len(edits) < MIN_BATCH else {}
     if factors:
-        found = _losses_by_factors(lm, ids, factors, quick)
+
+        def losses(ids: Tensor, *flat: Tensor) -> Tensor:
+            pairs = zip(flat[::2], flat[1::2], strict=True)
+            with factors_applied(lm, dict(zip(factors, pairs, strict=True))):
+                return _text_losses(lm, ids, len(edits))
+
+        flat = [tensor for pair in factors.values() for tensor in pair]
+        key = ("check text", tuple(factors))
+        found = accelerated(lm, losses, ids, *flat, batch=len(edits), key=key)
     else:
         with edited(lm, edits, range(len(edits))):
-            found = _losses(lm, ids, len(edits), quick)
-    if quick and not found.isfinite().all():  # quick products may have left their range
-        return _perplexities(lm, edits, quickly=False)
+            found = accelerated(lm, lambda: _text_losses(lm, ids, len(edits)), batch=len(edits))
     return perplexities(found)
 
 
+def _text_losses(lm: "LM", ids: Int[Tensor, "1 token"], rows: int) -> Float[Tensor, " row"]:
+    """The text's loss in each of so many rows, as they are edited now."""
+    states = lm.model.base_model(ids.expand(rows, -1), use_cache=False).last_hidden_state
+    return torch.stack([_mean_loss(lm.head(row[:-1]), ids) for row in states])
+
+
 def perplexities(losses: Float[Tensor, " row"]) -> list[float]:
-    """What the text's losses say; a loss that is no number is a text that cannot be."""
+    """exp(loss); infinite where the loss is NaN."""
     return [x if math.isfinite(x) else math.inf for x in losses.double().exp().tolist()]
-
-
-def _losses_by_factors(
-    lm: "LM", ids: Int[Tensor, "1 token"], factors: Mapping[str, tuple[Tensor, Tensor]],
-    quick: Quickly | None,
-) -> Float[Tensor, " row"]:  # fmt: skip
-    """The text's loss under each row's factors: a pass that every edit of the kind takes."""
-    A, _ = next(iter(factors.values()))
-
-    def losses(ids: Tensor, *flat: Tensor) -> Tensor:
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        with factors_applied(lm, dict(zip(factors, pairs, strict=True))):
-            return _losses(lm, ids, len(A), quick)
-
-    name = ("plain text", tuple(factors), quick and quick.version)
-    return played(lm, name, losses, ids, *(x for pair in factors.values() for x in pair))
-
-
-def _losses(
-    lm: "LM", ids: Int[Tensor, "1 token"], rows: int, quick: Quickly | None
-) -> Float[Tensor, " row"]:
-    """The text's loss in so many rows, as they are edited now."""
-    with quick() if quick else nullcontext():
-        states = lm.model.base_model(ids.expand(rows, -1), use_cache=False).last_hidden_state
-    return torch.stack([_loss(lm.head(row[:-1]), ids) for row in states])
-
-
-def _quick(lm: "LM", many: bool) -> Quickly | None:
-    """What makes the text's run faster."""
-    if not many:
-        return quick_where_kept(lm)
-    return Quickly(partial(quick_blocks, lm.blocks)) if lm.device.type == "cuda" else None
 
 
 def text_loss(
     lm: "LM", hidden: Float[Tensor, "token width"], ids: Int[Tensor, "1 token"]
 ) -> Float[Tensor, ""]:
-    """The text's mean loss, the last layer's states given."""
-    return _loss(lm.decode(hidden[:-1]), ids)
+    """The text's mean loss, given its last-layer states."""
+    return _mean_loss(lm.decode(hidden[:-1]), ids)
 
 
-def _loss(
+def _mean_loss(
     logits: Float[Tensor, "before vocabulary"], ids: Int[Tensor, "1 token"]
 ) -> Float[Tensor, ""]:
-    """The mean loss of the tokens, each by the logits before it."""
+    """The mean cross-entropy of the tokens after the first."""
     return nn.functional.cross_entropy(logits.float(), ids[0, 1:].to(logits.device))
 
 
 def check_text_ids(lm: "LM") -> Int[Tensor, "1 token"]:
-    """The plain text's tokens."""
-    return torch.tensor([_plain_ids(lm)], device=lm.device)
-
-
-def _plain_ids(lm: "LM") -> tuple[int, ...]:
-    """The same, of as much of the text as the model can read."""
-    text = PLAIN_TEXT
+    """The text's tokens; half of the text, a quarter, … where the model's context is short."""
+    text = CHECK_TEXT
     while True:
         try:
-            return encode(lm, text).ids
+            return torch.tensor([encode(lm, text).ids], device=lm.device)
         except PromptTooLong:
             text = text[: len(text) // 2]

@@ -1,4 +1,4 @@
-"""One forward pass, kept: every state, the keys and values, and how each block was called."""
+"""One forward pass with its activations: states, keys and values, and each block's arguments."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,38 +15,38 @@ from factscope.lm.hooks import hook_calls, hook_outputs
 if TYPE_CHECKING:
     from factscope.lm.load import LM
 
-__all__ = ["ActivationCache", "forward", "mlp_keys"]
+__all__ = ["ActivationCache", "forward", "mlp_keys", "token_probability"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCache:
-    """What a forward pass over some rows of tokens left behind."""
+    """The activations of a forward pass over some rows of tokens."""
 
     inputs: Float[Tensor, "row token width"]
     """The states before the first block."""
     states: list[Float[Tensor, "row token width"]]
     """h: each block's output."""
     contributions: dict[str, list[Float[Tensor, "row token width"]]]
-    """a ("attn") and m ("mlp") of each layer, where they were asked for."""
+    """a ("attn") and m ("mlp") of each layer, if requested."""
     keys: list[Float[Tensor, "row head token dim"]]
     values: list[Float[Tensor, "row head token dim"]]
-    calls: list[dict[str, Any]]
+    block_args: list[dict[str, Any]]
     """The arguments that each block received, by name."""
 
-    def halved(self) -> "ActivationCache":
-        """The same with keys and values in half precision."""
+    def with_half_keys(self) -> "ActivationCache":
+        """The same with keys and values in float16."""
         keys, values = ([x.half() for x in some] for some in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def only(self, rows: Int[Tensor, " some"]) -> "ActivationCache":
-        """What a replay of some of the rows needs: their keys and values, and the calls."""
-        everyone = len(self.inputs)
+    def select(self, rows: Int[Tensor, " some"]) -> "ActivationCache":
+        """What a replay of some of the rows needs: their keys and values, and the arguments."""
+        all_rows = len(self.inputs)
 
         def cut(name: str, value: Any) -> Any:
             # Position biases come as (row · head, 1, key); a replay reads the first row's.
             if name != "alibi" or value is None or value.dim() != 3:
                 return value
-            return value[: len(value) // everyone * len(rows)]
+            return value[: len(value) // all_rows * len(rows)]
 
         return replace(
             self,
@@ -55,7 +55,7 @@ class ActivationCache:
             contributions={},
             keys=[x[rows.to(x.device)] for x in self.keys],
             values=[x[rows.to(x.device)] for x in self.values],
-            calls=[{name: cut(name, x) for name, x in call.items()} for call in self.calls],
+            block_args=[{name: cut(name, x) for name, x in a.items()} for a in self.block_args],
         )
 
 
@@ -69,16 +69,16 @@ def forward(
 ) -> ActivationCache:
     """Run the model over the rows and keep what tracing and editing need.
 
-    Rows are as long as the longest prompt, shorter ones padded on the right with anything:
-    a causal model's real tokens never look there, so no mask is needed. `embed` may change
-    the token embeddings; `keep` names the contributions to keep.
+    Shorter rows are padded on the right with any token: a causal model's real tokens do not attend
+    to padding, so no mask is needed. `embed` may change the token embeddings; `keep` names the
+    contributions ("attn", "mlp") to keep.
     """
     from transformers import DynamicCache
 
     rows, length = ids.shape
     contributions: dict[str, list[Tensor]] = {name: [] for name in keep}
     states: list[Tensor] = []
-    calls: list[dict[str, Any]] = []
+    block_args: list[dict[str, Any]] = []
 
     def keep_output(name: str) -> Callable[[Tensor], None]:
         # Falcon adds to what its MLP returned in place: keep a copy.
@@ -90,7 +90,7 @@ def forward(
         outputs += [(lm.contribution(name, i), keep_output(name)) for i in range(lm.n_layers)]
     if embed is not None:
         outputs.append((lm.embed, embed))
-    listen = [(block, _bind(block, calls)) for block in lm.blocks]
+    listen = [(block, _collect(block, block_args)) for block in lm.blocks]
     # A plain cache keeps every key; one made from the config would drop those that left a
     # sliding window, and the replay selects by mask instead.
     cache = DynamicCache()
@@ -98,26 +98,26 @@ def forward(
         lm.model.base_model(ids, past_key_values=cache, use_cache=True)
     layers: Any = cache.layers
     return ActivationCache(
-        inputs=calls[0]["hidden_states"],
+        inputs=block_args[0]["hidden_states"],
         states=states,
         contributions=contributions,
         keys=[layer.keys for layer in layers],
         values=[layer.values for layer in layers],
-        calls=calls,
+        block_args=block_args,
     )
 
 
-def _bind(block: torch.nn.Module, calls: list[dict[str, Any]]) -> Callable[..., None]:
-    """Note a block's arguments under the names that its `forward` gives them."""
+def _collect(block: torch.nn.Module, block_args: list[dict[str, Any]]) -> Callable[..., None]:
+    """Collect a block's arguments by name."""
     signature = _signature(type(block))
 
-    def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def collect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature.bind(block, *args, **kwargs).arguments
         bound.pop("self")
         rest = bound.pop("kwargs", {})
-        calls.append({**bound, **rest})
+        block_args.append({**bound, **rest})
 
-    return note
+    return collect
 
 
 @cache
@@ -132,3 +132,12 @@ def mlp_keys(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tenso
     with hook_calls((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):
         lm.model.base_model(ids, use_cache=False)
     return kept[0].reshape(*ids.shape, -1)
+
+
+def token_probability(
+    lm: "LM", states: Float[Tensor, "row width"], token: Int[Tensor, " row"]
+) -> Float[Tensor, " row"]:
+    """P[token] of each last-layer state, computed in float32."""
+    logits = lm.decode(states).float()
+    token = token.to(logits.device)
+    return (logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(1)).exp()

@@ -1,11 +1,4 @@
-"""Many texts written at once, each up to the same length.
-
-All rows begin at the first position, so none needs padding or a mask: a row whose prompt is longer
-than another's takes its next token from the prompt while the other already takes it from the model.
-What a row draws depends on its own name and the seed only, not on who stands beside it.
-
-What a model says next: the likeliest words, or words drawn at random.
-"""
+"""Generation: the likeliest continuation, sampled continuations, and the likeliest next tokens."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from factscope.lm.tokens import decode_continuation, encode
 
@@ -32,111 +26,24 @@ __all__ = [
     "uniform_draws",
 ]
 
-FEW = 8
-"""So few tokens are not worth getting ready for."""
-
-
-def uniform_draws(names: Sequence[str], length: int, seed: int) -> Float[Tensor, "row position"]:
-    """Uniform random numbers for each row by its name: the same wherever the row stands."""
-    rows = []
-    for name in names:
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        rows.append(torch.rand(length, generator=generator))
-    return torch.stack(rows)
-
-
-@torch.no_grad()
-def sample_texts(
-    lm: "LM",
-    rows: Sequence[Sequence[int]],
-    draws: Float[Tensor, "row position"],
-    *,
-    k: int,
-    steady: bool | None = None,
-) -> list[list[int]]:
-    """Every row continued to as many tokens as it has draws, each drawn from the k likeliest.
-
-    `k` = 1 is the likeliest alone. Nothing stops at an end of text. `steady` steps (see
-    `lm.steady`) are taken on a GPU if nothing else is said.
-    """
-    from transformers import DynamicCache
-
-    from factscope.lm.accel.decode import steady_steps
-
-    length = draws.shape[1]
-    given = _side_by_side(rows, length).to(lm.device)
-    shortest = min(map(len, rows))
-    next_ = _Next(given, draws.to(lm.device), k)
-    ids, cache = given.clone(), DynamicCache()
-    new = ids[:, : min(shortest, length)]
-    steady = lm.device.type == "cuda" if steady is None else steady
-    for position in range(shortest, length):
-        states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
-        logits = lm.head(states.last_hidden_state[:, -1])
-        ids[:, position] = next_(logits, position)
-        new = ids[:, position : position + 1]
-        if steady and position == shortest and length - position > FEW:
-            rest = steady_steps(lm, new[:, 0], cache, position, next_)
-            if rest is not None:
-                ids[:, position + 1 :] = rest
-                break
-    return ids.tolist()
-
-
-class _Next:
-    """Which token comes next in every row: its own, or one that is drawn."""
-
-    def __init__(self, given: Tensor, draws: Tensor, k: int) -> None:
-        self.given, self.draws, self.k = given, draws, k
-        self.length = given.shape[1]
-
-    def __call__(
-        self, logits: Float[Tensor, "row vocabulary"], position: int | Tensor
-    ) -> Int[Tensor, " row"]:
-        """The tokens at a position; it may be a number or a tensor that holds one."""
-        at = torch.as_tensor(position, device=self.given.device).reshape(1)
-        own = self.given.index_select(1, at)[:, 0]
-        draw = self.draws.index_select(1, at)[:, 0].to(logits.device)
-        return torch.where(own < 0, _drawn(logits, draw, self.k).to(own.device), own)
-
-
-def _side_by_side(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "row position"]:
-    """The rows' own tokens, and -1 where the model shall write."""
-    given = torch.full((len(rows), length), -1)
-    for i, row in enumerate(rows):
-        given[i, : len(row)] = torch.tensor(list(row)[:length])
-    return given
-
-
-def _drawn(
-    logits: Float[Tensor, "row vocabulary"], draws: Float[Tensor, " row"], k: int
-) -> Int[Tensor, " row"]:
-    """One of the k likeliest tokens each: the one in whose share of probability the draw falls."""
-    best = logits.float().topk(min(k, logits.shape[-1]))
-    reached = best.values.softmax(-1).cumsum(-1)[:, :-1]
-    place = (draws[:, None] >= reached).sum(-1, keepdim=True)
-    return best.indices.gather(1, place)[:, 0]
-
-
 Choose = Callable[[Float[Tensor, "row vocabulary"]], Int[Tensor, " row"]]
-"""How the next token is taken from the logits."""
+"""Chooses the next token of each row from the logits."""
 
 
 def argmax_choice(logits: Float[Tensor, "row vocabulary"]) -> Int[Tensor, " row"]:
-    """The token of the largest logit."""
+    """The token with the largest logit."""
     return logits.argmax(-1)
 
 
 def top_k_choice(k: int, seed: int) -> Choose:
-    """Draw among the k likeliest tokens; the draws are the same on every device."""
+    """Sample among the k likeliest tokens; the samples are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> Tensor:
         best = logits.float().topk(min(k, logits.shape[-1]))
         weights = best.values.softmax(-1).cpu()
-        drawn = torch.multinomial(weights, 1, generator=generator)
-        return best.indices.gather(1, drawn.to(best.indices.device))[:, 0]
+        chosen = torch.multinomial(weights, 1, generator=generator)
+        return best.indices.gather(1, chosen.to(best.indices.device))[:, 0]
 
     return choose
 
@@ -152,49 +59,124 @@ def top_next_tokens(lm: "LM", text: str, count: int) -> list[tuple[str, float]]:
 
 
 def generate_greedy(lm: "LM", texts: Sequence[str], tokens: int, *, rows: int = 64) -> list[str]:
-    """Each text's most likely continuation, up to so many tokens or the end of text."""
+    """The most likely continuation of each text, up to `tokens` tokens or the end of text."""
     return generate(lm, texts, tokens, argmax_choice, rows=rows)
 
 
 def generate(
     lm: "LM", texts: Sequence[str], tokens: int, choose: Choose, *, rows: int = 64
 ) -> list[str]:
-    """Each text's continuation, token by token, up to so many or the end of text.
+    """The continuation of each text, up to `tokens` tokens or the end of text.
 
-    Texts of the same length in tokens go together, so that no row needs padding.
+    Texts with the same number of tokens share a batch of up to `rows`, so none needs padding.
     """
-    coded = [encode(lm, text).ids for text in texts]
-    order = sorted(range(len(texts)), key=lambda i: len(coded[i]))
-    said = [""] * len(texts)
+    encoded = [encode(lm, text).ids for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
+    continuations = [""] * len(texts)
     while order:
-        length = len(coded[order[0]])
-        some = [i for i in order[:rows] if len(coded[i]) == length]
-        order = order[len(some) :]
-        new = generate_ids(lm, [coded[i] for i in some], tokens, choose)
-        for i, ids in zip(some, new, strict=True):
-            said[i] = decode_continuation(lm, coded[i], ids)
-    return said
+        length = len(encoded[order[0]])
+        batch = [i for i in order[:rows] if len(encoded[i]) == length]
+        order = order[len(batch) :]
+        new = generate_ids(lm, [encoded[i] for i in batch], tokens, choose)
+        for i, ids in zip(batch, new, strict=True):
+            continuations[i] = decode_continuation(lm, encoded[i], ids)
+    return continuations
 
 
 @torch.no_grad()
 def generate_ids(
     lm: "LM", rows: Sequence[Sequence[int]], tokens: int, choose: Choose, *, stop: bool = True
 ) -> list[list[int]]:
-    """The new ids of rows of one length, by the key-value cache; `stop` at the end of text."""
+    """The new ids of rows of equal length; with `stop`, a row ends at the end of text."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
     new = torch.tensor(rows, device=lm.device)
     ids: list[list[int]] = [[] for _ in rows]
-    going = [True] * len(rows)
-    end = lm.tokenizer.eos_token_id if stop else None
+    unfinished = [True] * len(rows)
     for _ in range(tokens):
         states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
-        new = choose(lm.head(states.last_hidden_state[:, -1]))[:, None].to(lm.device)
-        for i, token in enumerate(new[:, 0].tolist()):
-            going[i] = going[i] and token != end
-            if going[i]:
+        chosen = choose(lm.head(states.last_hidden_state[:, -1]))
+        for i, token in enumerate(chosen.tolist()):
+            unfinished[i] = unfinished[i] and not (stop and token == lm.tokenizer.eos_token_id)
+            if unfinished[i]:
                 ids[i].append(token)
-        if not any(going):
+        if not any(unfinished):
             break
+        new = chosen.to(lm.device)[:, None]
     return ids
+
+
+# ---- sampling texts to a fixed length, reproducibly in any batch
+
+
+def uniform_draws(names: Sequence[str], length: int, seed: int) -> Float[Tensor, "row position"]:
+    """Uniform random numbers per row, which depend only on its name and the seed."""
+    rows = []
+    for name in names:
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        rows.append(torch.rand(length, generator=generator))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def sample_texts(
+    lm: "LM",
+    rows: Sequence[Sequence[int]],
+    draws: Float[Tensor, "row position"],
+    *,
+    k: int,
+    static: bool | None = None,
+) -> list[list[int]]:
+    """Every row continued to as many tokens as it has draws, each sampled from the k likeliest.
+
+    k = 1 is greedy. Nothing stops at an end of text. All rows begin at the first position, so none
+    needs padding or a mask: a row with a longer prompt takes its next token from the prompt while
+    another already takes it from the model. `static` decoding is used on a GPU by default.
+    """
+    from transformers import DynamicCache
+
+    from factscope.lm.accel.decode import static_decode
+
+    length = draws.shape[1]
+    given = _given_tokens(rows, length).to(lm.device)
+    draws = draws.to(lm.device)
+
+    def choose(logits: Float[Tensor, "row vocabulary"], position: int | Tensor) -> Tensor:
+        """The tokens at a position: the prompt's own, or sampled ones."""
+        at = torch.as_tensor(position, device=given.device).reshape(1)
+        own = given.index_select(1, at)[:, 0]
+        draw = draws.index_select(1, at)[:, 0].to(logits.device)
+        return torch.where(own < 0, _sampled(logits, draw, k).to(own.device), own)
+
+    shortest = min(map(len, rows))
+    ids, cache = given.clone(), DynamicCache()
+    new = ids[:, : min(shortest, length)]
+    for position in range(shortest, length):
+        states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
+        ids[:, position] = choose(lm.head(states.last_hidden_state[:, -1]), position)
+        new = ids[:, position : position + 1]
+        if position == shortest and static is not False:
+            rest = static_decode(lm, new[:, 0], cache, position, length, choose, force=bool(static))
+            if rest is not None:
+                ids[:, position + 1 :] = rest
+                break
+    return ids.tolist()
+
+
+def _given_tokens(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "row position"]:
+    """The prompts' tokens, and -1 where the model generates."""
+    prompts = [torch.tensor(list(row)[:length]) for row in rows]
+    padded = pad_sequence(prompts, batch_first=True, padding_value=-1)
+    return torch.nn.functional.pad(padded, (0, length - padded.shape[1]), value=-1)
+
+
+def _sampled(
+    logits: Float[Tensor, "row vocabulary"], draws: Float[Tensor, " row"], k: int
+) -> Int[Tensor, " row"]:
+    """One of the k likeliest tokens each, by inverting the cumulative distribution at the draw."""
+    best = logits.float().topk(min(k, logits.shape[-1]))
+    cumulative = best.values.softmax(-1).cumsum(-1)[:, :-1]
+    chosen = (draws[:, None] >= cumulative).sum(-1, keepdim=True)
+    return best.indices.gather(1, chosen)[:, 0]

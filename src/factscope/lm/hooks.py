@@ -1,8 +1,7 @@
-"""Looking into a model and changing what flows through it: always a `with` block.
+"""Hooks as `with` blocks: read and replace activations, and always remove the hooks again.
 
-The only file that registers hooks. Inside the block each given function sees its module's
-output, and what it returns (if anything) takes the output's place; afterwards the model is
-exactly as before, also after an error.
+The only file that registers hooks. A hook function may return a tensor, which replaces the module's
+output.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,7 @@ __all__ = ["has_hooks", "hook_calls", "hook_io", "hook_outputs"]
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether something is called in these modules beside their own code."""
+    """Whether any of these modules has forward hooks."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
@@ -23,9 +22,9 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 def hook_outputs(
     *pairs: tuple[nn.Module, Callable[[Tensor], Tensor | None]],
 ) -> Iterator[None]:
-    """Give every module's output to its function; a returned tensor replaces it.
+    """Call each function with its module's output; a returned tensor replaces it.
 
-    A module that returns a tuple, as some families' blocks do, shows its first element.
+    Of a module that returns a tuple, as some families' blocks do, the function gets the first item.
     """
 
     def hook_for(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
@@ -45,7 +44,7 @@ def hook_outputs(
 def hook_calls(
     *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
 ) -> Iterator[None]:
-    """Show every module's call (arguments and keywords) to its function."""
+    """Call each function with its module's arguments and keywords, before the module runs."""
 
     def hook_for(function: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,7 +60,7 @@ def hook_calls(
 def hook_io(
     *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
 ) -> Iterator[None]:
-    """Give every module's input and output to its function; a returned tensor is the output."""
+    """Call each function with its module's input and output; a returned tensor is the output."""
 
     def hook_for(function: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:

@@ -1,14 +1,29 @@
-"""How much to do at once, so that a trace stays within a bound on memory."""
+"""Memory bounds: how much to compute at once, and what to do when memory runs out."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from factscope.errors import BadSetting
-from factscope.lm.model import LM
-from factscope.tracing.engine import BatchSizes
+from factscope.errors import BadSetting, OutOfMemory
+from factscope.lm.accel.device import free_memory, on_gpu, release_memory
+from factscope.progress import NestedProgress, Progress
 
-__all__ = ["Budget", "is_out_of_memory", "parse_bytes"]
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = [
+    "BatchSizes",
+    "Budget",
+    "is_out_of_memory",
+    "parse_bytes",
+    "retry_smaller",
+    "run_in_batches",
+]
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -26,46 +41,56 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of torch says that memory ran out, on a GPU or in main memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+@dataclass(frozen=True)
+class BatchSizes:
+    """How much of a trace is computed at once."""
+
+    pending: int
+    """Slots whose cells are pending together, counted once for all layers."""
+    call: int
+    """Slots that go through a block in one call."""
+    logits: int
+    """States decoded to logits at once."""
+
+    def rows(self, width: int) -> int:
+        """How many packed rows of a width are pending together."""
+        return max(1, min(self.pending, self.call) // width)
+
+    def layers(self, slots: int) -> int:
+        """How many layers' cells of that many slots go through a block in one call."""
+        return max(1, self.call // slots)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A bound, in bytes, on what tracing keeps beside the model."""
+    """A bound, in bytes, on the memory used beside the model."""
 
     bytes: int
 
     @classmethod
-    def of(cls, lm: LM, bound: int | None) -> "Budget":
+    def of(cls, lm: "LM", bound: int | None) -> "Budget":
         """The given bound, or one that suits the device."""
         if bound is not None:
             return cls(bound)
-        if lm.device.type == "cuda":
-            free = torch.cuda.mem_get_info(lm.device)[0]
-            free += torch.cuda.memory_reserved(lm.device) - torch.cuda.memory_allocated(lm.device)
-            return cls(int(free * 0.6))
-        return cls(2**29)
+        return cls(int(free_memory(lm.device) * 0.6) if on_gpu(lm) else 2**29)
 
     def half(self) -> "Budget":
-        """What to try after memory ran out all the same."""
+        """The bound to try after memory ran out."""
         return Budget(self.bytes // 2)
 
-    def facts(self, lm: LM, length: int, samples: int, kept: int) -> int:
+    def facts(self, lm: "LM", length: int, samples: int, tensors: int) -> int:
         """How many facts of a length to trace in one batch.
 
-        Their runs may take a quarter of the bound; `kept` counts the tensors of a state's width
-        that a run keeps for each layer. One fact is enough to fill a CPU.
+        Their runs may take a quarter of the bound; `tensors` counts the tensors of a state's width
+        that a run keeps per layer. One fact is enough to fill a CPU.
         """
-        most = 1 if lm.device.type == "cpu" else 16
-        row = (kept + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
-        return max(1, min(most, self.bytes // 4 // (row * (1 + samples))))
+        limit = 1 if lm.device.type == "cpu" else 16
+        row = (tensors + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
+        return max(1, min(limit, self.bytes // 4 // (row * (1 + samples))))
 
-    def job(self, lm: LM) -> BatchSizes:
-        """How to split a walk: half of the bound for what is pending, a quarter for a block's
-        own activations, an eighth for logits.
-        """
+    def batch_sizes(self, lm: "LM") -> BatchSizes:
+        """How to split a trace: half of the bound for pending states, a quarter for a block's own
+        activations, an eighth for logits."""
         item = lm.dtype.itemsize
         keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
         return BatchSizes(
@@ -73,3 +98,48 @@ class Budget:
             call=self.bytes // 4 // (item * (16 * lm.width + 8 * keys)),
             logits=max(1, min(4096, self.bytes // 8 // (vocabulary * 12))),
         )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch ran out of memory, on a GPU or in main memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
+    """solve(size), with half the size whenever memory runs out; and the size that worked."""
+    while True:
+        try:
+            return solve(size), size
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if size == 1:
+                reason = str(error).partition("\n")[0]
+                raise OutOfMemory(
+                    f"not even one item at a time fits into memory ({reason}); use fewer or "
+                    "shorter texts, a higher layer, dtype bfloat16 or a larger device"
+                ) from error
+        # Only here, after the except block, is the memory of the failed attempt free.
+        release_memory()
+        size //= 2
+
+
+def run_in_batches(
+    items: Sequence[S],
+    size: int,
+    solve: Callable[[Sequence[S], Progress], Sequence[T]],
+    progress: Progress,
+) -> list[T]:
+    """Solve items in batches of a size, halved whenever memory runs out."""
+    results: list[T] = []
+    nested = NestedProgress(progress)
+
+    def solve_next(size: int) -> Sequence[T]:
+        start = len(results)
+        batch = items[start : start + size]
+        return solve(batch, nested.within(start / len(items), len(batch) / len(items)))
+
+    while len(results) < len(items):
+        more, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
+        results += more
+    return results

@@ -1,10 +1,6 @@
-"""LM: a language model one can look into, whatever its family calls its parts.
-
-The parts of a model, found faster than torch finds them: some are asked for at every edit.
-"""
+"""LM: a model, its tokenizer and where its family keeps embedding, blocks, MLPs and head."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,18 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from factscope.lm.accel.linear import logits_of
 from factscope.lm.families import Family
 
-__all__ = [
-    "LM",
-    "modules_of",
-    "weights_of",
-]
+__all__ = ["LM"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LM:
-    """A model with its tokenizer and the row of its family."""
+    """A model with its tokenizer and its family's row of module names."""
 
     model: Any
     """A transformers decoder model with a language-modelling head."""
@@ -33,7 +26,7 @@ class LM:
     family: Family
     name: str
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What was found out or made for this model and is of use again, under names of its makers."""
+    """Per-model cache: values derived from this model, under keys of the modules that made them."""
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -57,17 +50,17 @@ class LM:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model can read, where it says so."""
+        """The longest prompt in tokens, if the config says."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens go."""
+        """The device of the embedding, where token ids go."""
         return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of the weights."""
+        """The data type of the weights."""
         return self.embed.weight.dtype
 
     def contribution(self, name: str, layer: int) -> nn.Module:
@@ -89,43 +82,36 @@ class LM:
         return self.blocks[layer].get_submodule(self.family.mlp_act)
 
     def attn_in(self, layer: int) -> list[nn.Module]:
-        """What makes the queries, keys and values of a layer."""
+        """The modules that compute a layer's queries, keys and values."""
         return [self.blocks[layer].get_submodule(name) for name in self.family.attn_in]
 
     def mlp_in(self, layer: int) -> list[nn.Module]:
-        """What makes the keys of a layer's MLP."""
+        """The modules that compute the keys (hidden activations) of a layer's MLP."""
         return [self.blocks[layer].get_submodule(name) for name in self.family.mlp_in]
 
     def name_of(self, module: nn.Module) -> str:
         """A module's full name in the model."""
-        names = self.cache.setdefault("names of modules", {})
+        names = self.cache.setdefault("module names", {})
         if module not in names or _submodule(self.model, names[module]) is not module:
             found = self.model.named_modules()
             names[module] = next(name for name, other in found if other is module)
         return names[module]
 
     def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
-        """The logits that a state of the last layer stands for."""
+        """The logits of a last-layer state: final norm, then head."""
         for norm in self.norms:
             states = norm(states)
         return self.head(states)
 
     @cached_property
     def norms(self) -> list[nn.Module]:
-        """What a state of the last layer passes before the head: the final norm, mostly."""
+        """The modules between the last block and the head, mostly the final norm."""
         found = [_submodule(self.model, path) for path in self.family.norm]
         return [module for module in found if module is not None]
 
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
-        """The logits of a state that the final norm has seen."""
-        output = self.model.get_output_embeddings()
-        plain = "forward" not in vars(output)  # nobody answers for it, such as `lm.quick`
-        if plain and states.is_cuda and states.dim() == 2 and output.bias is None:
-            # The same product the other way round: GPT-2's odd vocabulary then lies along the
-            # axis that need not be aligned, and the kernel is three times as fast.
-            logits = (output.weight @ states.T).T
-        else:
-            logits = output(states)
+        """The logits of a normalised last-layer state."""
+        logits = logits_of(self.model.get_output_embeddings(), states)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -134,7 +120,7 @@ class LM:
         """A hash of the family and of the name, shape and some entries of every weight.
 
         Entries are rounded to bfloat16, so that a model has one fingerprint in float32, TF32 and
-        bfloat16. An edit is applied only after this was computed (see `editing.ledger`).
+        bfloat16. It must be computed before an edit is applied (see `editing.applied`).
         """
         digest = hashlib.sha256(self.model.config.model_type.encode())
         for name, weight in self.model.named_parameters():
@@ -152,20 +138,3 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
-
-
-def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all modules below it; one that stands twice comes twice."""
-    left = [module]
-    while left:
-        found = left.pop()
-        yield found
-        left += [part for part in found._modules.values() if part is not None]
-
-
-def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of the module and of all modules below it; one that is shared comes twice."""
-    for found in modules_of(module):
-        for weight in found._parameters.values():
-            if weight is not None:
-                yield weight

@@ -1,12 +1,12 @@
-"""Blocks called again, on chosen tokens only.
+"""Replay: call a model's blocks again, on selected tokens only.
 
-After one forward pass a block can be called on any stretch of a prompt: the tokens left of it
-are there as keys and values, the mask and the positions are cut out of what the block received
-the first time. Nothing of a model is written anew: the real blocks run.
+After one forward pass a block can be called on any segment of a prompt: the tokens left of it are
+present as keys and values, mask and positions are cut out of the block's first arguments. The real
+transformers blocks run; nothing of a model is reimplemented.
 
-A `View` says which tokens the rows hold. Its rows are *strands*: each belongs to one row of the
-first run, whose keys and values it may look back to, and holds one or several stretches of that
-row's tokens, each blind to the others.
+A `PackedView` says which tokens a batch holds. Each packed row belongs to one row of the first run,
+whose keys and values it may attend to, and holds one or several segments of that row's tokens.
+Segments in one packed row do not see each other.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,22 +28,22 @@ __all__ = ["PackedView", "Replay"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedView:
-    """Which tokens of which rows a batch of strands holds."""
+    """Which tokens of which rows a packed batch holds."""
 
-    row: Int[Tensor, " strand"]
-    """The row of the first run that a strand belongs to."""
-    position: Int[Tensor, "strand slot"]
+    row: Int[Tensor, " packed"]
+    """The row of the first run that each packed row belongs to."""
+    position: Int[Tensor, "packed slot"]
     """The token in each slot; 0 in an empty one."""
-    start: Int[Tensor, "strand slot"]
-    """Where the slot's stretch begins: it sees the row's own keys left of that; -1 if empty."""
+    start: Int[Tensor, "packed slot"]
+    """Where the slot's segment begins: it sees the row's own keys left of that; -1 if empty."""
     past: int
-    """How many of a row's keys and values are handed to the strands."""
+    """How many of a row's keys and values the packed rows get."""
     complete: bool = False
-    """Whether each row is known to have one strand, in their order."""
+    """Whether packed row i is known to belong to row i, for every row."""
 
     @classmethod
     def whole(cls, rows: int, length: int, device: torch.device) -> "PackedView":
-        """Every token of every row, with nothing left of it."""
+        """Every token of every row."""
         position = torch.arange(length, device=device).expand(rows, length)
         return cls(
             row=torch.arange(rows, device=device),
@@ -54,14 +54,14 @@ class PackedView:
         )
 
     @cached_property
-    def key_position(self) -> Int[Tensor, "strand key"]:
-        """The token behind each key: the row's own past, then the slots."""
+    def key_position(self) -> Int[Tensor, "packed key"]:
+        """The token of each key: the row's past, then the slots."""
         past = torch.arange(self.past, device=self.position.device)
         return torch.cat([past.expand(len(self.row), -1), self.position], dim=1)
 
     @cached_property
-    def visible(self) -> Bool[Tensor, "strand slot key"]:
-        """Which keys each slot may see; an empty slot sees itself, so that softmax has a sum."""
+    def visible(self) -> Bool[Tensor, "packed slot key"]:
+        """Which keys each slot sees; an empty slot sees itself, so that softmax is defined."""
         past = torch.arange(self.past, device=self.position.device)
         to_past = past < self.start[:, :, None]
         together = self.start[:, :, None] == self.start[:, None, :]
@@ -73,19 +73,19 @@ class PackedView:
 
 
 class Replay:
-    """The blocks of a finished run, callable on the strands of a view.
+    """The blocks of a finished run, callable on a packed view.
 
-    `replay(layer, hidden)` takes `copies` times the view's strands, stacked along the first
-    axis, and returns the block's output for them.
+    `replay(layer, hidden)` takes the view's packed rows, or several copies of them stacked along
+    the first axis, and returns the block's output.
     """
 
     def __init__(
-        self, lm: "LM", run: ActivationCache, view: PackedView, *, apart: bool = False
+        self, lm: "LM", run: ActivationCache, view: PackedView, *, split_past: bool = False
     ) -> None:
-        self.lm, self.run, self.view, self.apart = lm, run, view, apart
-        self._made: dict[tuple[Any, ...], Tensor] = {}
+        self.lm, self.run, self.view, self.split_past = lm, run, view, split_past
+        self._cached: dict[tuple[Any, ...], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
-        self._every_row = view.complete or torch.equal(view.row, rows)
+        self._all_rows = view.complete or torch.equal(view.row, rows)
 
     @classmethod
     def whole(cls, lm: "LM", run: ActivationCache) -> "Replay":
@@ -97,31 +97,31 @@ class Replay:
         self, layer: int, hidden: Float[Tensor, "row slot width"]
     ) -> Float[Tensor, "row slot width"]:
         """The block's output for the given states."""
-        output = self.lm.blocks[layer](hidden, **self._arguments(layer, hidden))
+        output = self.lm.blocks[layer](hidden, **self.arguments(layer, hidden))
         return output[0] if isinstance(output, tuple) else output
 
     def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
-        """Make all that those layers' blocks will want, so that calls only compute."""
+        """Make masks and positions for these layers now."""
         for layer in layers:
-            self._arguments(layer, hidden)
+            self.arguments(layer, hidden)
 
     @property
-    def made(self) -> list[Tensor]:
-        """The masks, positions and biases that were made so far."""
-        return list(self._made.values())
+    def tensors(self) -> list[Tensor]:
+        """The masks, positions and biases made so far."""
+        return list(self._cached.values())
 
-    def _arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
-        """The arguments of the first call, cut and widened to the strands."""
+    def arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
+        """The block's arguments in the first run, cut to the view and repeated for each copy."""
         copies = len(hidden) // len(self.view.row)
-        call = dict(self.run.calls[layer])
-        call.pop("hidden_states")
-        arguments = {name: self._again(name, x, layer, copies) for name, x in call.items()}
+        first = dict(self.run.block_args[layer])
+        first.pop("hidden_states")
+        arguments = {name: self._adapted(name, x, layer, copies) for name, x in first.items()}
         if arguments.get("attention_mask") is None:
             arguments["attention_mask"] = self._mask(None, copies, hidden)
         return arguments
 
-    def _again(self, name: str, value: Any, layer: int, copies: int) -> Any:
-        """An argument of the first call, cut and widened to the strands."""
+    def _adapted(self, name: str, value: Any, layer: int, copies: int) -> Any:
+        """One argument, cut to the view and repeated for each copy."""
         if name in ("past_key_values", "layer_past"):
             return self._past(layer)
         if value is None:
@@ -137,13 +137,13 @@ class Replay:
         return value
 
     def _once(self, make: Callable[[], Tensor], *key: Any) -> Tensor:
-        """What does not depend on the states, made once for all layers."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        """A tensor that does not depend on the states, made once for all layers."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
     def _at_slots(self, x: Tensor) -> Tensor:
-        """What the first run had for each position, at the strands' positions."""
+        """Values per position, taken at the slots' positions."""
         return self._once(lambda: x[0][self.view.position.to(x.device)], "positions", id(x))
 
     def _stack(self, x: Tensor, copies: int) -> Tensor:
@@ -152,12 +152,12 @@ class Replay:
     def _past(self, layer: int) -> "_Past":
         view, run = self.view, self.run
         device = run.keys[layer].device
-        rows = slice(None) if self._every_row else view.row.to(device)
+        rows = slice(None) if self._all_rows else view.row.to(device)
         keys, values = (x[layer][rows, :, : view.past] for x in (run.keys, run.values))
-        return _Past(keys, values, self.apart)
+        return _Past(keys, values, self.split_past)
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
-        """The view's mask in the form of the first run's: True to see, or a bias to add."""
+        """The view's mask in the form of the first run's: True where visible, or a bias to add."""
         given = 0 if first is None else id(first)
         mask = self._once(lambda: self._one_mask(first, like), "mask", given, like.device)
         return self._stack(mask, copies)
@@ -171,14 +171,16 @@ class Replay:
             )
         query = self.view.position[:, :, None].to(first.device)
         key = self.view.key_position[:, None, :].to(first.device)
-        cut = first[0][:, query, key].transpose(0, 1)  # heads × strands, as the model has it
+        cut = first[0][:, query, key].transpose(
+            0, 1
+        )  # (packed row, head, slot, key), as the model has it
         if first.dtype == torch.bool:
             empty = (self.view.start < 0)[:, None, :, None].to(first.device)
             return (cut & visible) | (visible & empty)
         return cut.masked_fill(~visible, torch.finfo(first.dtype).min)
 
     def _alibi(self, value: Tensor, copies: int) -> Tensor:
-        """Position biases by key; some families give (row · head, 1, key), some by row and head."""
+        """ALiBi biases by key; some families flatten (row, head) to one axis."""
         flat = value.dim() == 3
         heads = value.shape[0] // len(self.run.inputs) if flat else value.shape[1]
 
@@ -191,39 +193,39 @@ class Replay:
 
 
 class _Past:
-    """The keys and values left of the strands, in the form of a transformers cache."""
+    """The keys and values left of the packed rows, as a transformers cache."""
 
-    def __init__(self, keys: Tensor, values: Tensor, apart: bool) -> None:
-        self.keys, self.values, self.apart = keys, values, apart
+    def __init__(self, keys: Tensor, values: Tensor, split: bool) -> None:
+        self.keys, self.values, self.split = keys, values, split
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The past and the given keys and values, end to end.
+        """The past and the new keys and values, concatenated.
 
-        Or `apart`: the given ones alone, with a note of the past that `short_attention` reads.
+        With `split`, the new ones alone, with the past as an attribute that suffix attention reads.
         """
-        if self.apart:
-            noted: Any = keys
-            noted.past = (self.keys, self.values)
+        if self.split:
+            annotated: Any = keys
+            annotated.past = (self.keys, self.values)
             return keys, values
-        return _joined(self.keys, keys), _joined(self.values, values)
+        return _concatenated(self.keys, keys), _concatenated(self.values, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many keys are there already."""
+        """The length of the past."""
         return self.keys.shape[2]
 
 
-def _joined(past: Tensor, new: Tensor) -> Tensor:
-    """Each copy's past in front of its new keys."""
-    strands, heads, length, _ = past.shape
-    new = new.to(past.dtype)  # the past may be kept in half precision
+def _concatenated(past: Tensor, new: Tensor) -> Tensor:
+    """The past in front of the new keys of each copy."""
+    packed, heads, length, _ = past.shape
+    new = new.to(past.dtype)  # the past may be in half precision
     if length == 0:
         return new
-    if len(new) == strands:
+    if len(new) == packed:
         return torch.cat([past, new], dim=2)
     rows, _, slots, dim = new.shape
     both = new.new_empty(rows, heads, length + slots, dim)
-    both.view(-1, strands, heads, length + slots, dim)[:, :, :, :length] = past
+    both.view(-1, packed, heads, length + slots, dim)[:, :, :, :length] = past
     both[:, :, length:] = new
     return both

@@ -1,1 +1,43 @@
-"""Acceleration on a GPU: fast linear layers, attention kernels, CUDA graphs, static decoding."""
+"""Acceleration on a GPU, behind one door.
+
+Method code calls `accelerated` (or `accelerated_search`, `static_decode`) and never sees how:
+
+    device.py        which device, how much memory
+    matmul.py        float32 products on half-precision tensor cores
+    linear.py        fast linear layers for a model's blocks
+    attention.py     attention for rows of a few tokens
+    kernels.py       the triton kernels behind both
+    graphs.py        CUDA graphs of repeated passes
+    model_cache.py   fast layers and captured steps cached on a model
+    buckets.py       lengths rounded up, so that few shapes occur
+    run.py           `accelerated`: the entry point, with the one fallback on overflow
+    search.py        `accelerated_search`: steps of the value search
+    decode.py        `static_decode`: generation with a static KV cache
+
+Every part can be switched off in bench/ablate.py, which prints what it gains.
+"""
+
+from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.accel.device import best_device, free_memory, on_gpu, release_memory
+from factscope.lm.accel.graphs import can_capture, captured
+from factscope.lm.accel.linear import fast_blocks, logits_of
+from factscope.lm.accel.matmul import add_product_
+from factscope.lm.accel.run import MIN_BATCH, accelerated
+from factscope.lm.accel.search import Step, accelerated_search
+
+__all__ = [
+    "MIN_BATCH",
+    "LengthBuckets",
+    "Step",
+    "accelerated",
+    "accelerated_search",
+    "add_product_",
+    "best_device",
+    "can_capture",
+    "captured",
+    "fast_blocks",
+    "free_memory",
+    "logits_of",
+    "on_gpu",
+    "release_memory",
+]

@@ -1,12 +1,14 @@
-"""Lengths rounded up, so that problems of nearly the same size have the same shape.
+"""Length buckets: lengths rounded up, so that similar facts have the same shapes.
 
-A recorded search (`editing.kept`) serves every fact of its shape. With a little empty room at the
-end of each axis a few shapes are enough for most facts; what is empty is masked or weighs nothing.
+A captured graph serves every fact of its shape. With some padding at the end of each axis a few
+shapes cover most facts; padding is masked or has weight 0.
 """
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from factscope.lm.accel.device import on_gpu
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -16,49 +18,49 @@ __all__ = ["LengthBuckets"]
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Of what each length is a multiple."""
+    """The number that each length is rounded up to a multiple of; 1 adds no padding."""
 
     slots: int = 1
-    """Tokens from the fact's own on: every one of them is computed at every step."""
+    """Tokens from the edited one on: all of them are computed at every step."""
     past: int = 1
-    """Tokens before it, which are only looked at."""
+    """Tokens before it, which are only attended to."""
     tokens: int = 1
     """Tokens of a row, all of which are computed once."""
     labels: int = 1
-    """Tokens of the new object, where one line is read."""
-    reads: int = 1
-    """Reads; their number doubles with the new object's length, and so does the room for them."""
+    """Target tokens of one row."""
+    targets: int = 1
+    """Target tokens of all rows; their number grows with the target's length, so this doubles."""
 
     @classmethod
     def of(cls, lm: "LM", facts: int) -> "LengthBuckets":
-        """Room for the search of one fact on a GPU, where recordings are kept; else none."""
-        one = facts == 1 and lm.device.type == "cuda"
-        return cls(slots=4, past=16, tokens=8, labels=4, reads=32) if one else cls()
+        """Padding for a single fact on a GPU, where graphs are captured; otherwise none."""
+        single = facts == 1 and on_gpu(lm)
+        return cls(slots=4, past=16, tokens=8, labels=4, targets=32) if single else cls()
 
     def for_slots(self, count: int) -> int:
-        """How many slots there are for so many."""
-        return _up(count, self.slots)
+        """The padded number of slots."""
+        return _round_up(count, self.slots)
 
-    def for_past(self, count: int, most: int | None) -> int:
-        """How many tokens of the past there are for so many, in a model that reads so many."""
-        return _up(count, self.past, most)
+    def for_past(self, count: int, limit: int | None) -> int:
+        """The padded length of the past, at most the model's context."""
+        return _round_up(count, self.past, limit)
 
-    def for_tokens(self, count: int, most: int | None) -> int:
-        """How many tokens a row has for so many, in a model that reads so many."""
-        return _up(count, self.tokens, most)
+    def for_tokens(self, count: int, limit: int | None) -> int:
+        """The padded length of a row, at most the model's context."""
+        return _round_up(count, self.tokens, limit)
 
     def for_labels(self, count: int) -> int:
-        """How many labels one line has for so many."""
-        return _up(count, self.labels)
+        """The padded number of target tokens of one row."""
+        return _round_up(count, self.labels)
 
-    def for_reads(self, count: int) -> int:
-        """How many reads there are for so many."""
-        if self.reads == 1:
+    def for_targets(self, count: int) -> int:
+        """The padded number of target tokens: a power of two times `targets`."""
+        if self.targets == 1:
             return count
-        return self.reads * 2 ** math.ceil(math.log2(max(1.0, count / self.reads)))
+        return self.targets * 2 ** math.ceil(math.log2(max(1.0, count / self.targets)))
 
 
-def _up(count: int, grain: int, most: int | None = None) -> int:
-    """The next multiple of the grain, as far as there are so many."""
-    wide = math.ceil(count / grain) * grain
-    return wide if most is None else max(count, min(wide, most))
+def _round_up(count: int, multiple: int, limit: int | None = None) -> int:
+    """The next multiple, but not beyond the limit."""
+    rounded = math.ceil(count / multiple) * multiple
+    return rounded if limit is None else max(count, min(rounded, limit))

@@ -1,12 +1,12 @@
-"""Steps of generation that are the same operations every time, so that a GPU can record them.
+"""Static decoding: generation steps that are the same operations every time.
 
-Keys and values have room for the whole text from the beginning, and the position is a tensor: a
-step reads and writes the same places of memory whatever was written before (`lm.recorded`).
+The KV cache has its full length from the beginning and the position is a tensor, so a step reads
+and writes the same memory whatever was generated before, and a GPU can replay it as a graph.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,117 +14,125 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from factscope.lm.accel.attention import NAME, kernels_here, multiplies_halves
+from factscope.lm.accel.attention import has_kernels, rounds_to_half, with_attention
+from factscope.lm.accel.device import on_gpu
 from factscope.lm.accel.graphs import CudaGraph
-from factscope.lm.accel.linear import quick_blocks
+from factscope.lm.accel.linear import fast_blocks
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["steady_steps"]
+__all__ = ["static_decode"]
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
-"""By how much a steady step's logits may differ from a plain one's, in units of the largest."""
+"""How far a static step's logits may differ from a dynamic one's, relative to the largest."""
+MIN_STEPS = 8
+"""Fewer steps are not worth the set-up."""
+
+Choose = Callable[[Float[Tensor, "row vocabulary"], Tensor], Int[Tensor, " row"]]
+"""(logits, position) → the tokens at that position."""
 
 
-def steady_steps(
-    lm: "LM", tokens: Int[Tensor, " row"], cache: Any, position: int, next_: Any
+def static_decode(
+    lm: "LM",
+    tokens: Int[Tensor, " row"],
+    cache: DynamicCache,
+    position: int,
+    length: int,
+    choose: Choose,
+    *,
+    force: bool = False,
 ) -> Int[Tensor, "row rest"] | None:
-    """All tokens after `position`, where `tokens` stand, with a cache that ends before it.
+    """All tokens after `position`, where `tokens` stand, given a cache that ends before it.
 
-    None where a steady step does not say what a plain one says: some families build their masks
-    in ways of their own.
+    None on a CPU (unless forced), for a few tokens, and where a static step's logits differ from a
+    dynamic one's: some families build their masks in ways of their own.
     """
-    if any(size is not None and size < next_.length for size in _windows(lm)):
-        log.info("no steady steps: attention reaches back less far than the texts are long")
+    if not (force or on_gpu(lm)) or length - position <= MIN_STEPS:
         return None
-    quick = lm.blocks if lm.device.type == "cuda" else ()
-    for blocks, own in ((quick, True), (quick, False), ((), False)):
-        if own and not kernels_here(lm.device):
+    if any(window is not None and window < length for window in _attention_windows(lm)):
+        log.info("no static decoding: the attention window is shorter than the texts")
+        return None
+    fast = lm.blocks if on_gpu(lm) else ()
+    for blocks, own_kernel in ((fast, True), (fast, False), ((), False)):
+        if own_kernel and not has_kernels(lm.device):
             continue
-        kind = torch.half if own and multiplies_halves(lm.dtype) else lm.dtype
-        fixed = _Fixed(cache, next_.length, kind)
-        with quick_blocks(blocks), _last_attention(fixed) if own else nullcontext():
-            rest = _steps(lm, tokens, fixed, position, next_)
+        dtype = torch.half if own_kernel and rounds_to_half(lm.dtype) else lm.dtype
+        static = _StaticCache(cache, length, dtype)
+        with fast_blocks(blocks), _decode_attention(static) if own_kernel else nullcontext():
+            rest = _decode(lm, tokens, static, position, choose)
         if rest is not None:
             return rest
     return None
 
 
-@contextmanager
-def _last_attention(cache: "_Fixed") -> Iterator[None]:
-    """Inside, transformers' default attention to these keys and values is our own kernel."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from factscope.lm.accel.kernels import attend_last
-
-    usual = ALL_ATTENTION_FUNCTIONS[NAME]
-    ours = {keys.data_ptr() for keys, _ in cache.room}
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float | None = None, **more: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        asks_more = more.get("position_bias") is not None or more.get("softcap") is not None
-        if key.data_ptr() not in ours or query.shape[2] != 1 or asks_more:
-            return usual(module, query, key, value, attention_mask, scaling=scaling, **more)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_last(query, key, value, cache.position, scale), None
-
-    ALL_ATTENTION_FUNCTIONS[NAME] = attention
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[NAME]  # back to the library's own
-
-
-def _windows(lm: "LM") -> list[int | None]:
-    """How far back a model's layers look, where they do not see everything."""
+def _attention_windows(lm: "LM") -> list[int | None]:
+    """How far back the layers attend, where that is limited."""
     config = lm.model.config
     return [getattr(config, name, None) for name in ("sliding_window", "window_size")]
 
 
-def _steps(
-    lm: "LM", tokens: Tensor, cache: "_Fixed", position: int, next_: Any
+def _decode_attention(cache: "_StaticCache") -> AbstractContextManager[None]:
+    """Inside, transformers' default attention to this cache is our kernel."""
+    from factscope.lm.accel.kernels import decode_attention
+
+    own = {keys.data_ptr() for keys, _ in cache.tensors}
+
+    def make(default: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            scaling: float | None = None, **more: Any,
+        ) -> tuple[Tensor, None]:  # fmt: skip
+            unsupported = more.get("position_bias") is not None or more.get("softcap") is not None
+            if key.data_ptr() not in own or query.shape[2] != 1 or unsupported:
+                return default(module, query, key, value, attention_mask, scaling=scaling, **more)
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return decode_attention(query, key, value, cache.position, scale), None
+
+        return attention
+
+    return with_attention(make)
+
+
+def _decode(
+    lm: "LM", tokens: Tensor, cache: "_StaticCache", position: int, choose: Choose
 ) -> Int[Tensor, "row rest"] | None:
-    """The steps, or None where the first or the last is not right."""
+    """The tokens, or None where the first or the last step is wrong."""
     cache.position.fill_(position)
     try:
-        first = _logits(lm, tokens, cache)
+        logits = _logits(lm, tokens, cache)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers and caches fail in many ways; plain steps are there
-        log.info("no steady steps: %s", str(error).partition("\\n")[0])
+    except Exception as error:  # compilers and caches fail in many ways; dynamic steps always work
+        log.info("no static decoding: %s", str(error).partition("\n")[0])
         return None
-    if not _agree(first, _plain(lm, tokens, cache, position)):
-        log.info("no steady steps: they differ from plain ones")
+    if not _agree(logits, _dynamic_logits(lm, tokens, cache, position)):
+        log.info("no static decoding: its logits differ from dynamic ones")
         return None
 
     def step(tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = _logits(lm, tokens, cache)
-        return next_(logits, cache.position + 1), logits
+        return choose(logits, cache.position + 1), logits
 
-    look = CudaGraph(step)
+    graph = CudaGraph(step)
     rest: list[Tensor] = []
-    logits = first
-    for at in range(position, next_.length - 1):
+    for at in range(position, cache.length - 1):
         cache.position.fill_(at)
-        tokens, logits = look(tokens)
+        tokens, logits = graph(tokens)
         tokens = tokens.clone()
         rest.append(tokens)
     return torch.stack(rest, dim=1) if bool(logits.isfinite().all()) else None
 
 
 def _logits(
-    lm: "LM", tokens: Int[Tensor, " row"], cache: "_Fixed"
+    lm: "LM", tokens: Int[Tensor, " row"], cache: "_StaticCache"
 ) -> Float[Tensor, "row vocabulary"]:
-    """One more token in every row."""
-    mask = _mask(lm, cache).expand(len(tokens), 1, 1, -1)
+    """The logits after one more token in every row."""
     states = lm.model.base_model(
         tokens[:, None],
-        attention_mask=mask,
+        attention_mask=_mask(lm, cache).expand(len(tokens), 1, 1, -1),
         position_ids=cache.position.expand(len(tokens), 1),
         past_key_values=cache,
         use_cache=True,
@@ -132,63 +140,67 @@ def _logits(
     return lm.head(states.last_hidden_state[:, -1])
 
 
-def _mask(lm: "LM", cache: "_Fixed") -> Tensor:
-    """What a token may see: True, or for attention that is spelled out, a 0 to add."""
-    seen = cache.reach <= cache.position
+def _mask(lm: "LM", cache: "_StaticCache") -> Tensor:
+    """Which positions a token sees: True, or, for eager attention, a 0 to add."""
+    seen = cache.positions <= cache.position
     if lm.model.config._attn_implementation != "eager":
         return seen
     hidden = torch.finfo(lm.dtype).min
     return torch.zeros_like(seen, dtype=lm.dtype).masked_fill(~seen, hidden)
 
 
-def _plain(
-    lm: "LM", tokens: Tensor, cache: "_Fixed", position: int
+def _dynamic_logits(
+    lm: "LM", tokens: Tensor, cache: "_StaticCache", position: int
 ) -> Float[Tensor, "row vocabulary"]:
-    """The same by a cache that grows."""
+    """The same with a cache that grows."""
     growing = DynamicCache()
-    for layer, (keys, values) in enumerate(cache.room):
+    for layer, (keys, values) in enumerate(cache.tensors):
         k, v = (x[:, :, :position].to(lm.dtype, copy=True) for x in (keys, values))
         growing.update(k, v, layer)
     states = lm.model.base_model(tokens[:, None], past_key_values=growing, use_cache=True)
     return lm.head(states.last_hidden_state[:, -1])
 
 
-def _agree(found: Tensor, wanted: Tensor) -> bool:
-    gap = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    return bool(gap <= TOLERANCE.get(wanted.dtype, 1e-1))
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    gap = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    return bool(gap <= TOLERANCE.get(expected.dtype, 1e-1))
 
 
-class _Fixed(DynamicCache):
-    """A cache with room for a given number of tokens, which writes where `position` says."""
+class _StaticCache(DynamicCache):
+    """A KV cache of fixed length that writes at a position held in a tensor.
 
-    def __init__(self, before: Any, length: int, kind: torch.dtype) -> None:
+    transformers' own StaticCache takes the position from its length, which a captured step cannot
+    change.
+    """
+
+    def __init__(self, before: DynamicCache, length: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.room = [_roomy(layer.keys, layer.values, length, kind) for layer in before.layers]
-        keys = self.room[0][0]
+        layers: Any = before.layers
+        self.tensors = [
+            (_padded(layer.keys, length, dtype), _padded(layer.values, length, dtype))
+            for layer in layers
+        ]
+        device = self.tensors[0][0].device
         self.length = length
-        self.position = torch.zeros(1, dtype=torch.long, device=keys.device)
-        self.reach = torch.arange(length, device=keys.device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.positions = torch.arange(length, device=device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Put a token's keys and values in their place; all of them are given back."""
-        keys, values = self.room[layer_idx]
+        """Write one token's keys and values; return all of them."""
+        keys, values = self.tensors[layer_idx]
         at = self.position.to(keys.device)
         keys.index_copy_(2, at, key_states.to(keys.dtype))
         values.index_copy_(2, at, value_states.to(values.dtype))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """As many as there is room for: nobody who asks here is told the position."""
+        """The full length; the position is given to the model separately."""
         return self.length
 
 
-def _roomy(keys: Tensor, values: Tensor, length: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same keys and values at the beginning of longer ones."""
-    both = []
-    for x in (keys, values):
-        room = x.new_zeros(*x.shape[:2], length, x.shape[-1], dtype=kind)
-        room[:, :, : x.shape[2]] = x
-        both.append(room)
-    return both[0], both[1]
+def _padded(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    padded = x.new_zeros(*x.shape[:2], length, x.shape[-1], dtype=dtype)
+    padded[:, :, : x.shape[2]] = x
+    return padded

@@ -1,14 +1,8 @@
-"""A computation on a GPU recorded once and played again.
+"""CUDA graphs: computations that are captured once and replayed.
 
-A search makes the same few hundred small operations at every step, and launching them one by one
-takes longer than computing them. A CUDA graph launches them all at once.
-
-Passes through a model that are played from a recording.
-
-One pass over a few rows takes a GPU longer to be told than to compute. A pass that comes again and
-again, such as the one over a plain text that every edit is measured by, is recorded when it comes
-for the second time (`lm.recorded`). What the recording says must be what the pass itself says, or
-it is not used. A recording reads the weights where they lie: edits written into them are seen.
+A pass over a few rows is launch-bound: launching its hundreds of small operations one by one takes
+longer than computing them. A captured graph launches them all at once. `captured` captures passes
+through a model that are repeated, such as the one over the text that every edit is checked with.
 """
 
 import gc
@@ -23,85 +17,81 @@ import torch
 from torch import Tensor, nn
 
 from factscope.lm.hooks import has_hooks
-from factscope.lm.model import modules_of
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "CudaGraph",
-    "played",
-    "plays",
-]
+__all__ = ["CudaGraph", "can_capture", "captured", "modules_in", "tensors_in", "weights_in"]
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+CACHE = "captured passes"
+"""Where a model caches them."""
+MAX_PASSES = 8
+"""How many are cached; the least recently used one is dropped."""
+MAX_MEMORY = 1 / 64
+"""A pass is captured only if its results take at most this fraction of the GPU's memory."""
+TOLERANCE = 1e-3
+"""How far a replay may differ from the eager pass, relative to the largest number."""
+
 
 class CudaGraph(Generic[T]):
-    """A function of tensors: the first call records it, every call plays it.
+    """A function of tensors: the first call captures it, every call replays it.
 
-    The function must do the same operations on tensors of the same shape whatever the numbers
-    are. What a played call returns is overwritten by the next. On a CPU, where recording does not
-    pay and where it fails, every call runs it.
+    The function must run the same operations whatever the numbers are. A replay overwrites the
+    results of the previous one. On a CPU, where capture does not pay or where it fails, every call
+    runs the function.
     """
 
     def __init__(
-        self,
-        function: Callable[..., T],
-        *,
-        pays: bool = True,
-        pool: tuple[int, int] | None = None,
+        self, function: Callable[..., T], *, pays: bool = True, pool: tuple[int, int] | None = None
     ) -> None:
-        """`pool` is the memory that the recording may use, shared with others never played at the
-        same time (`torch.cuda.graph_pool_handle`)."""
+        """`pool` is graph memory shared with other graphs that are never replayed concurrently."""
         self.function = function
         self.pool = pool
         self.tried = not pays
-        self.cost = 0.0
-        """Seconds that recording took."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed = False
-        """Whether it could not be recorded."""
+        self.capture_seconds = 0.0
 
-    def __call__(self, *given: Tensor) -> T:
+    def __call__(self, *inputs: Tensor) -> T:
         """The function's results."""
-        if given[0].is_cuda and not self.tried:
-            self._record(given)
+        if inputs[0].is_cuda and not self.tried:
+            self._capture(inputs)
         if self.graph is None:
-            return self.function(*given)
-        for place, x in zip(self.given, given, strict=True):
-            place.copy_(x)
+            return self.function(*inputs)
+        for static, x in zip(self.inputs, inputs, strict=True):
+            static.copy_(x)
         self.graph.replay()
         return self.results
 
-    def _record(self, given: tuple[Tensor, ...]) -> None:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         self.tried = True
-        begin = time.perf_counter()
-        self.given = [x.clone() for x in given]
+        start = time.perf_counter()
+        self.inputs = [x.clone() for x in inputs]
         graph = torch.cuda.CUDAGraph()
         try:
-            self.results = _captured(graph, self.pool, lambda: self.function(*self.given))
+            self.results = _capture(graph, self.pool, lambda: self.function(*self.inputs))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self.failed = True
-            log.info("not recorded: %s", str(error).splitlines()[0])
+            log.info("graph capture failed: %s", str(error).splitlines()[0])
             torch.cuda.synchronize()
             return
         self.graph = graph
-        self.cost = time.perf_counter() - begin
+        self.capture_seconds = time.perf_counter() - start
 
 
-def _captured(graph: Any, pool: Any, function: Callable[[], T]) -> T:
-    """Run the function into the CUDA graph.
+def _capture(graph: Any, pool: Any, function: Callable[[], T]) -> T:
+    """Run the function into the graph.
 
-    `torch.cuda.graph` would also give back all memory that is not in use, which takes longer than
-    a short recording, and longer still to ask for again.
+    `torch.cuda.graph` would also empty the memory cache, which takes longer than a short capture.
     """
     torch.cuda.synchronize()
-    with _nothing_collected(), torch.cuda.stream(torch.cuda.Stream()):
+    with _no_garbage_collection(), torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(pool=pool)
         try:
             return function()
@@ -110,124 +100,137 @@ def _captured(graph: Any, pool: Any, function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Inside, Python leaves garbage where it is.
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection during capture.
 
-    In it may be a recording, of a model that is no longer there; to throw that away while another
-    is made spoils the other, and torch's memory with it.
+    It could free another graph (of a model that is gone), which invalidates the capture and leaves
+    torch's allocator in a broken state.
     """
-    collects = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if enabled:
             gc.enable()
 
 
-NAME = "recorded passes"
-"""Where a model keeps them."""
-MOST = 8
-"""So many are kept; the one unused longest gives way."""
-SHARE = 1 / 64
-"""Of a GPU's memory, the most that what a pass returns may take for it to be kept."""
-TOLERANCE = 1e-3
-"""By how much a recording may differ from the pass itself, in units of the largest number."""
+# ---- passes that are repeated
 
 
-def played(lm: "LM", name: Any, function: Callable[..., T], *given: Tensor) -> T:
-    """function(*given), a pass through the model that leaves no gradients.
+def captured(lm: "LM", key: Any, function: Callable[..., T], *inputs: Tensor) -> T:
+    """function(*inputs), a pass through the model without gradients.
 
-    Whatever changes from one call to another must be among the given tensors or in the name. What
-    is returned is overwritten by the next pass of its kind.
+    On a GPU the second call with the same key and shapes captures the pass and later calls replay
+    it. Whatever differs between calls must be among the inputs or in the key. The results are
+    overwritten by the next call. A graph reads the weights where they are: edits applied in place
+    are seen.
     """
-    places = _places(lm.model) if plays(lm) else None
-    if places is None:
-        return function(*given)
-    passes: dict[Any, _Pass] = lm.cache.setdefault(NAME, {})
-    shapes = tuple((x.shape, x.dtype) for x in given)
-    key = (name, shapes, torch.get_float32_matmul_precision(), places)
-    known = passes[key] = passes.pop(key, None) or _Pass()  # now the newest
-    while len(passes) > MOST:
+    addresses = _addresses(lm.model) if can_capture(lm) else None
+    if addresses is None:
+        return function(*inputs)
+    passes: dict[Any, _Pass] = lm.cache.setdefault(CACHE, {})
+    shapes = tuple((x.shape, x.dtype) for x in inputs)
+    full_key = (key, shapes, torch.get_float32_matmul_precision(), addresses)
+    known = passes[full_key] = passes.pop(full_key, None) or _Pass()  # now the most recent
+    while len(passes) > MAX_PASSES:
         del passes[next(iter(passes))]
-    return known(function, given)
+    return known(function, inputs)
 
 
 @dataclass
 class _Pass:
-    """A pass of one kind, and how often it came."""
+    """A pass of one key and shape, and how often it was called."""
 
-    times: int = 0
-    tape: CudaGraph[Any] | None = None
+    calls: int = 0
+    graph: CudaGraph[Any] | None = None
 
-    def __call__(self, function: Callable[..., T], given: tuple[Tensor, ...]) -> T:
-        self.times += 1
-        if self.tape is not None:
-            return self.tape(*given)
-        result = function(*given)
-        if self.times == 2 and _bytes(result) <= SHARE * _memory(given[0].device):
-            form = _form(result)  # a model that is recorded makes masks that it can do without
-            tape = CudaGraph(lambda *given: _like(form, function(*given)))
-            again = tape(*given)
-            if tape.graph is not None and _agree(result, again):
-                self.tape = tape
+    def __call__(self, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
+        self.calls += 1
+        if self.graph is not None:
+            return self.graph(*inputs)
+        result = function(*inputs)
+        if self.calls == 2 and _size(result) <= MAX_MEMORY * _memory(inputs[0].device):
+            structure = _structure(result)
+            graph = CudaGraph(lambda *inputs: _matching(structure, function(*inputs)))
+            replayed = graph(*inputs)
+            if graph.graph is not None and _agree(result, replayed):
+                self.graph = graph
         return result
 
 
-def plays(lm: "LM") -> bool:
-    """Whether passes of this model can be recorded: all of it on one GPU."""
+def can_capture(lm: "LM") -> bool:
+    """Whether passes of this model can be captured: all of it is on one GPU."""
     devices = getattr(lm.model, "hf_device_map", None) or {}
     return lm.device.type == "cuda" and len(set(map(str, devices.values()))) <= 1
 
 
-def _places(model: nn.Module) -> tuple[int, ...] | None:
-    """Where the weights lie; None where there are hooks, of which a recording would not know."""
-    places: list[int] = []
-    for module in modules_of(model):
+def _addresses(model: nn.Module) -> tuple[int, ...] | None:
+    """Where the weights are in memory; None if there are hooks, which a graph would not run."""
+    addresses: list[int] = []
+    for module in modules_in(model):
         if has_hooks([module]):
             return None
-        places += [x.data_ptr() for x in module._parameters.values() if x is not None]
-    return tuple(places)
+        addresses += [x.data_ptr() for x in module._parameters.values() if x is not None]
+    return tuple(addresses)
+
+
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all below it, with repeats; faster than `modules()`, for every edit."""
+    left = [module]
+    while left:
+        found = left.pop()
+        yield found
+        left += [child for child in found._modules.values() if child is not None]
+
+
+def weights_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of the module and of all below it; shared ones repeat."""
+    for found in modules_in(module):
+        yield from (weight for weight in found._parameters.values() if weight is not None)
 
 
 def _memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def _form(found: Any) -> Any:
-    """Of what a pass returned, which parts there are: None where there is nothing."""
-    if is_dataclass(found) and not isinstance(found, type):
-        found = vars(found)
-    if isinstance(found, dict):
-        return {name: _form(part) for name, part in found.items()}
-    if isinstance(found, list | tuple):
-        return [_form(part) for part in found]
-    return None if found is None else True
+def _structure(result: Any) -> Any:
+    """Which parts of a result are present: True, or None where there is nothing."""
+    if is_dataclass(result) and not isinstance(result, type):
+        result = vars(result)
+    if isinstance(result, dict):
+        return {name: _structure(part) for name, part in result.items()}
+    if isinstance(result, list | tuple):
+        return [_structure(part) for part in result]
+    return None if result is None else True
 
 
-def _like(form: Any, found: Any) -> Any:
-    """What a pass returned, without the parts that are not there in another's form."""
-    if form is None or form is True:
-        return form and found
-    if isinstance(found, dict):
-        return {name: _like(form.get(name), part) for name, part in found.items()}
-    if isinstance(found, list | tuple):
-        forms = [*form, *[True] * len(found)]  # what is too much stays, and will be seen
-        return type(found)(map(_like, forms, found))
-    return replace(found, **_like(form, vars(found)))
+def _matching(structure: Any, result: Any) -> Any:
+    """A result without the parts that the eager result does not have.
+
+    While transformers is captured it makes causal masks that it otherwise does without.
+    """
+    if structure is None or structure is True:
+        return structure and result
+    if isinstance(result, dict):
+        return {name: _matching(structure.get(name), part) for name, part in result.items()}
+    if isinstance(result, list | tuple):
+        structures = [*structure, *[True] * len(result)]  # surplus parts stay, and will be noticed
+        return type(result)(map(_matching, structures, result))
+    return replace(result, **_matching(structure, vars(result)))
 
 
-def _agree(result: Any, again: Any) -> bool:
-    """Whether a recording says what the pass said."""
-    one, other = list(_tensors(result)), list(_tensors(again))
+def _agree(result: Any, replayed: Any) -> bool:
+    """Whether the captured graph reproduces the eager result."""
+    one, other = list(tensors_in(result)), list(tensors_in(replayed))
     alike = [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in other]
-    right = alike and all(map(_near, one, other))
+    right = alike and all(map(_close, one, other))
     if not right:
-        log.warning("a recorded pass differs from the pass itself; it is not used")
+        log.warning("a captured pass differs from the eager one; it is not used")
     return right
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
+def _close(x: Tensor, y: Tensor) -> bool:
     if not x.numel():
         return True
     if not x.is_floating_point():
@@ -236,17 +239,17 @@ def _near(x: Tensor, y: Tensor) -> bool:
     return bool(gap.max() <= TOLERANCE * x.abs().max())
 
 
-def _bytes(result: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in _tensors(result))
+def _size(result: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_in(result))
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    """The tensors in something made of tuples, lists, dictionaries and dataclasses."""
-    if isinstance(found, Tensor):
-        yield found
-    elif is_dataclass(found) or isinstance(found, dict):
-        for part in (found if isinstance(found, dict) else vars(found)).values():
-            yield from _tensors(part)
-    elif isinstance(found, list | tuple):
-        for part in found:
-            yield from _tensors(part)
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dictionaries and dataclasses."""
+    if isinstance(result, Tensor):
+        yield result
+    elif is_dataclass(result) or isinstance(result, dict):
+        for part in (result if isinstance(result, dict) else vars(result)).values():
+            yield from tensors_in(part)
+    elif isinstance(result, list | tuple):
+        for part in result:
+            yield from tensors_in(part)

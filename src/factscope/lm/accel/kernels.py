@@ -1,21 +1,19 @@
-"""Single-precision numbers cut into halves, as one GPU kernel (see `lm.products`).
+"""GPU kernels in triton: splitting into halves, suffix attention, decode attention.
 
-Needs triton; `lm.products` says the same with several operations of torch where there is none.
+*Splitting* writes the high and low float16 parts of float32 numbers in one pass (see `matmul`).
 
-Attention of a few queries to a few keys, as one GPU kernel forwards and one backwards.
+*Suffix attention* is attention of a few queries to a few keys, forward and backward in one kernel
+each. Keys and values come in two parts that are never concatenated: the past, which needs no
+gradient, and the new ones. One program handles one row and head: its queries and new keys as one
+tile, the past in blocks.
 
-The keys and values come in two parts: the *past*, which is given and wants no gradient, and the
-*new* ones. They are never put end to end in memory. One program handles one row and head: its
-queries and new keys as one tile, the past in blocks.
+*Decode attention* is attention of one query per row to a static cache. How far the cache is filled
+is a tensor, so that one captured graph serves every step; only the filled part is read.
 
-Needs triton, which comes with torch where torch runs on NVIDIA GPUs. The tests run these kernels on
-a CPU, by triton's interpreter.
-
-Attention of one token in every row to all before it, as one GPU kernel.
-
-Keys and values have room for a whole text; how far they are filled stands in a tensor, so that a
-recording can play every step. Only what is filled is read.
+triton comes with torch on NVIDIA GPUs. The tests run these kernels on a CPU in its interpreter.
 """
+# Kernels are written in triton's language, which a type checker cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 import inspect
 from typing import Any
@@ -27,63 +25,55 @@ from jaxtyping import Float, Float16, Int
 from torch import Tensor
 
 __all__ = [
-    "attend",
-    "attend_last",
-    "halves_into",
+    "decode_attention",
     "kernel",
+    "split_into",
+    "suffix_attention",
 ]
 
-# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
-
-BLOCK = 1024
-"""How many numbers of a row one program cuts."""
+SPLIT_BLOCK = 1024
+"""How many numbers of a row one program splits."""
 
 
 def kernel(function: Any) -> Any:
-    """A function for the GPU: itself, also where a checker of types has wrapped it."""
+    """Compile a kernel; tests wrap functions to check types, which triton cannot read."""
     return triton.jit(inspect.unwrap(function))
 
 
-def halves_into(
+def split_into(
     x: Float[Tensor, "row column"], out: Float16[Tensor, "row wider"], *, low: bool
 ) -> None:
-    """Write the half nearest to each number, and behind them ones; or, `low`, into the left half of
-    each row those and into the right one what is left of each number, with zeros behind."""
+    """Write the high parts of x followed by ones; or, with `low`, the high parts into the left half
+    of each row and the low parts into the right half, both padded with zeros."""
     if x.stride(1) != 1:
         x = x.contiguous()
     wide = out.shape[1] // 2 if low else out.shape[1]
-    grid = (len(x), triton.cdiv(wide, BLOCK))
-    _halves[grid](x, out, x.stride(0), x.shape[1], wide, LOW=low, BLOCK=BLOCK)
+    grid = (len(x), triton.cdiv(wide, SPLIT_BLOCK))
+    _split[grid](x, out, x.stride(0), x.shape[1], wide, LOW=low, BLOCK=SPLIT_BLOCK)
 
 
 @kernel
-def _halves(x, out, stride, columns, wide, LOW: tl.constexpr, BLOCK: tl.constexpr):
+def _split(x, out, stride, columns, wide, LOW: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(x + row * stride + c, mask=c < columns, other=0.0 if LOW else 1.0)
-    high = number.to(tl.float16)
+    value = tl.load(x + row * stride + c, mask=c < columns, other=0.0 if LOW else 1.0)
+    high = value.to(tl.float16)
     if LOW:
         tl.store(out + row * 2 * wide + c, high, mask=c < wide)
-        rest = (number - high.to(tl.float32)).to(tl.float16)
+        rest = (value - high.to(tl.float32)).to(tl.float16)
         tl.store(out + row * 2 * wide + wide + c, rest, mask=c < wide)
-    else:  # beyond the last number there are ones
+    else:  # ones beyond the last column
         tl.store(out + row * wide + c, high, mask=c < wide)
 
 
-# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
-
 SUFFIX_BLOCK = 32
-"""How much of the past is looked at in one go."""
+"""Tokens of the past per iteration of suffix attention."""
 PRODUCTS: tl.constexpr = tl.constexpr("tf32x3")
-"""How single precision is multiplied: as three products on tensor cores, nearly exact."""
-KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""float32 products as three TF32 products, nearly exact."""
+TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def attend(
+def suffix_attention(
     query: Float[Tensor, "row head slot dim"],
     key: Float[Tensor, "row key_head slot dim"],
     value: Float[Tensor, "row key_head slot dim"],
@@ -110,37 +100,39 @@ class _Attention(torch.autograd.Function):
         rows, heads, slots, dim = query.shape
         out = torch.empty(rows, slots, heads, dim, dtype=query.dtype, device=query.device)
         sums = torch.empty(rows, heads, slots, dtype=torch.float32, device=query.device)
-        _forward[(rows * heads,)](*_arguments(*tensors), out, sums, scale, **_sizes(*tensors))
+        _suffix_forward[(rows * heads,)](
+            *_arguments(*tensors), out, sums, scale, **_sizes(*tensors)
+        )
         ctx.save_for_backward(*tensors, out, sums)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *tensors, out, sums = ctx.saved_tensors
         query, key, value = tensors[:3]
         rows, heads, slots, dim = query.shape
-        slopes = torch.empty(3, rows, slots, heads, dim, dtype=query.dtype, device=query.device)
-        _backward[(rows * heads,)](
-            *_arguments(*tensors), out, sums, _row_major(slope), slopes[0], slopes[1], slopes[2],
-            ctx.scale, **_sizes(*tensors),
+        gradients = torch.empty(3, rows, slots, heads, dim, dtype=query.dtype, device=query.device)
+        _suffix_backward[(rows * heads,)](
+            *_arguments(*tensors), out, sums, _row_major(gradient),
+            gradients[0], gradients[1], gradients[2], ctx.scale, **_sizes(*tensors),
         )  # fmt: skip
         groups = heads // key.shape[1]
-        q, k, v = slopes.transpose(2, 3)
+        q, k, v = gradients.transpose(2, 3)
         if groups > 1:  # each key serves several heads
             k, v = (x.unflatten(1, (-1, groups)).sum(2) for x in (k, v))
         return q, k.to(key.dtype), v.to(value.dtype), None, None, None, None
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """With the last axis next to each other in memory."""
+    """The same with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _arguments(
     query: Tensor, key: Tensor, value: Tensor, past_key: Tensor, past_value: Tensor, bias: Tensor
 ) -> tuple[Any, ...]:
-    """The tensors, and how far apart their rows, heads and tokens are."""
+    """The tensors, and the strides of their rows, heads and tokens."""
     strides = [s for x in (query, key, value, past_key, past_value, bias) for s in x.stride()[:3]]
     if bias.shape[1] == 1:
         strides[-2] = 0
@@ -156,7 +148,7 @@ def _sizes(
         "past": past_key.shape[2], "dim": dim,
         "SLOTS": max(16, triton.next_power_of_2(slots)),
         "DIM": max(16, triton.next_power_of_2(dim)),
-        "BLOCK": SUFFIX_BLOCK, "KIND": KINDS[bias.dtype],
+        "BLOCK": SUFFIX_BLOCK, "KIND": TRITON_TYPES[bias.dtype],
         "num_warps": 1 if slots <= 16 and bias.dtype != torch.float32 else 4,
     }  # fmt: skip
 
@@ -183,7 +175,7 @@ def _scores(q, k, bias, stride, first, slots, tokens, scale,
 
 
 @kernel
-def _forward(
+def _suffix_forward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
@@ -197,38 +189,39 @@ def _forward(
     v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
     bias += row * b_row + head * b_head
     score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
-    most = tl.max(score, 1)
-    weight = tl.exp(score - most[:, None])
+    highest = tl.max(score, 1)
+    weight = tl.exp(score - highest[:, None])
     total = tl.sum(weight, 1)
     result = tl.dot(weight.to(KIND), v.to(KIND), input_precision=PRODUCTS)
     past_key += row * pk_row + of * pk_head
     past_value += row * pv_row + of * pv_head
-    for first in range(0, past, BLOCK):  # other names: a loop may not change a tile's shape
+    for first in range(0, past, BLOCK):  # other names: a loop cannot change a tile's shape
         pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
         scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
-        new = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp(most - new)
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp(highest - new)
         weights = tl.exp(scores - new[:, None])
         total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None] + tl.dot(
             weights.to(KIND), pv.to(KIND), input_precision=PRODUCTS
         )
-        most = new
+        highest = new
     s = tl.arange(0, SLOTS)
     d = tl.arange(0, DIM)
     at = ((row * slots + s[:, None]) * heads + head) * dim + d[None, :]
     inside = (s < slots)[:, None] & (d < dim)[None, :]
     tl.store(out + at, result / total[:, None], mask=inside)
-    tl.store(sums + (row * heads + head) * slots + s, most + tl.log(total), mask=s < slots)
+    tl.store(sums + (row * heads + head) * slots + s, highest + tl.log(total), mask=s < slots)
 
 
 @kernel
-def _backward(
+def _suffix_backward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
-    out, sums, slope, query_slope, key_slope, value_slope, scale, heads, groups, slots, past, dim,
+    out, sums, gradient, query_gradient, key_gradient, value_gradient,
+    scale, heads, groups, slots, past, dim,
     SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -237,19 +230,19 @@ def _backward(
     k = _tile(key + row * k_row + of * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
     v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
     here = (row * slots * heads + head) * dim
-    said = _tile(out + here, 0, heads * dim, slots, dim, SLOTS, DIM)
-    g = _tile(slope + here, 0, heads * dim, slots, dim, SLOTS, DIM)
+    output = _tile(out + here, 0, heads * dim, slots, dim, SLOTS, DIM)
+    g = _tile(gradient + here, 0, heads * dim, slots, dim, SLOTS, DIM)
     s = tl.arange(0, SLOTS)
     sum = tl.load(sums + (row * heads + head) * slots + s, mask=s < slots, other=0.0)
-    mean = tl.sum(said.to(tl.float32) * g.to(tl.float32), 1)
+    mean = tl.sum(output.to(tl.float32) * g.to(tl.float32), 1)
     bias += row * b_row + head * b_head
     score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
     weight = tl.exp(score - sum[:, None])
-    pull = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision=PRODUCTS)
-    move = weight * (pull - mean[:, None])
+    d_weight = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision=PRODUCTS)
+    d_score = weight * (d_weight - mean[:, None])
     dv = tl.dot(tl.trans(weight.to(KIND)), g.to(KIND), input_precision=PRODUCTS)
-    dk = tl.dot(tl.trans(move.to(KIND)), q.to(KIND), input_precision=PRODUCTS) * scale
-    dq = tl.dot(move.to(KIND), k.to(KIND), input_precision=PRODUCTS)
+    dk = tl.dot(tl.trans(d_score.to(KIND)), q.to(KIND), input_precision=PRODUCTS) * scale
+    dq = tl.dot(d_score.to(KIND), k.to(KIND), input_precision=PRODUCTS)
     past_key += row * pk_row + of * pk_head
     past_value += row * pv_row + of * pv_head
     for first in range(0, past, BLOCK):
@@ -257,29 +250,25 @@ def _backward(
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
         scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
         weights = tl.exp(scores - sum[:, None])
-        pulls = tl.dot(g.to(KIND), tl.trans(pv.to(KIND)), input_precision=PRODUCTS)
-        moves = weights * (pulls - mean[:, None])
-        dq += tl.dot(moves.to(KIND), pk.to(KIND), input_precision=PRODUCTS)
+        d_weights = tl.dot(g.to(KIND), tl.trans(pv.to(KIND)), input_precision=PRODUCTS)
+        d_scores = weights * (d_weights - mean[:, None])
+        dq += tl.dot(d_scores.to(KIND), pk.to(KIND), input_precision=PRODUCTS)
     d = tl.arange(0, DIM)
     at = here + s[:, None] * heads * dim + d[None, :]
     inside = (s < slots)[:, None] & (d < dim)[None, :]
-    tl.store(query_slope + at, dq * scale, mask=inside)
-    tl.store(key_slope + at, dk, mask=inside)
-    tl.store(value_slope + at, dv, mask=inside)
-
-
-# What stands in a kernel is triton's language, which a checker of Python's types cannot follow.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+    tl.store(query_gradient + at, dq * scale, mask=inside)
+    tl.store(key_gradient + at, dk, mask=inside)
+    tl.store(value_gradient + at, dv, mask=inside)
 
 
 DECODE_BLOCK = 32
-"""How many tokens are looked at in one go."""
+"""Tokens per iteration of decode attention."""
 
 
-def attend_last(
+def decode_attention(
     query: Float[Tensor, "row head 1 dim"],
-    keys: Float[Tensor, "row key_head room dim"],
-    values: Float[Tensor, "row key_head room dim"],
+    keys: Float[Tensor, "row key_head capacity dim"],
+    values: Float[Tensor, "row key_head capacity dim"],
     position: Int[Tensor, " 1"],
     scale: float,
 ) -> Float[Tensor, "row 1 head dim"]:
@@ -288,7 +277,7 @@ def attend_last(
     query = query if query.stride(-1) == 1 else query.contiguous()
     out = torch.empty(rows, 1, heads, dim, dtype=query.dtype, device=query.device)
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
-    _last[(rows * heads,)](
+    _decode[(rows * heads,)](
         query, keys, values, position, out, *strides, scale, heads, heads // keys.shape[1], dim,
         DIM=max(16, triton.next_power_of_2(dim)), BLOCK=DECODE_BLOCK, num_warps=2,
     )  # fmt: skip
@@ -296,7 +285,7 @@ def attend_last(
 
 
 @kernel
-def _last(
+def _decode(
     query, keys, values, position, out,
     q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
     scale, heads, groups, dim, DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -311,7 +300,7 @@ def _last(
     filled = tl.load(position) + 1
     keys += row * k_row + of * k_head
     values += row * v_row + of * v_head
-    most = -1e30
+    highest = -1e30
     total = 0.0
     result = tl.zeros([DIM], dtype=tl.float32)
     for first in range(0, filled, BLOCK):
@@ -320,10 +309,10 @@ def _last(
         k = tl.load(keys + t[:, None] * k_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
         v = tl.load(values + t[:, None] * v_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
         score = tl.where(t < filled, tl.sum(q[None, :] * k, 1), float("-inf"))
-        new = tl.maximum(most, tl.max(score, 0))
-        shrink = tl.exp(most - new)
+        new = tl.maximum(highest, tl.max(score, 0))
+        shrink = tl.exp(highest - new)
         weight = tl.exp(score - new)
         total = total * shrink + tl.sum(weight, 0)
         result = result * shrink + tl.sum(weight[:, None] * v, 0)
-        most = new
+        highest = new
     tl.store(out + (row * heads + head) * dim + d, result / total, mask=inside)

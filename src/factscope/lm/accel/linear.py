@@ -1,102 +1,154 @@
-"""Blocks made faster for a while, with the same results to within their precision.
+"""Fast linear layers: blocks whose matrix products and GELU run faster, with the same results.
 
-Inside `quick(block)`, GELU that older model code spells out as eight small operations is torch's
-own fused function; and on a GPU, single-precision weights are multiplied on half-precision tensor
-cores (see `lm.products`), and GPT-2's, stored with the other axis first, are turned round.
+While `fast_blocks` is active, float32 weights on a GPU are multiplied on half-precision tensor
+cores (see `matmul`), GPT-2's transposed weights are stored the other way round, and GELU that older
+model code writes as eight small operations is torch's fused function (also on a CPU).
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.lm.accel.matmul import available, half_product, split_product
+from factscope.lm.accel.matmul import half_matmul, split_matmul, supports_mixed
 
 __all__ = [
-    "MANY",
-    "Products",
-    "Quickly",
-    "all_replaced",
-    "products_of",
-    "quick",
-    "quick_blocks",
+    "Forwards",
+    "fast_blocks",
+    "fast_blocks_in_turn",
+    "fast_forwards",
+    "logits_of",
     "replaced",
-    "splits",
+    "splits_float32",
 ]
 
-MANY = 8
-"""From so many facts or texts on, computing takes a GPU longer than launching: set-up then pays."""
-SPELLED_OUT = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
+UNFUSED_GELU = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
 
 LINEAR = ("Linear", "Conv1D")
-"""Modules that multiply by a matrix and add a bias; Falcon's own kind is changed in place after."""
+"""Modules that compute x W + b. Falcon's own class is left out: its output is changed in place."""
 
-Products = dict[nn.Module, Callable[..., Any]]
-"""Modules, and what answers their calls instead."""
-
-
-@dataclass(frozen=True)
-class Quickly:
-    """A way to make some blocks quick: inside `with quickly():` they are."""
-
-    make: Callable[[], AbstractContextManager[None]]
-    version: int = 0
-    """Another number where other products are used."""
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """The blocks are quick inside it."""
-        return self.make()
+Forwards = dict[nn.Module, Callable[..., Any]]
+"""Modules, and the functions that replace their `forward`."""
 
 
-@contextmanager
-def quick(block: nn.Module, *, split_products: bool = True) -> Iterator[None]:
-    """Run the block's calls faster while inside."""
-    with all_replaced(products_of(block, split_products=split_products)):
-        yield
+def fast_forwards(part: nn.Module, *, split: bool = True) -> Forwards:
+    """The modules of a block (or the head) that can run faster, and how.
 
-
-@contextmanager
-def quick_blocks(blocks: Iterable[nn.Module], *, split_products: bool = True) -> Iterator[None]:
-    """Run all these blocks faster while inside."""
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(quick(block, split_products=split_products))
-        yield
-
-
-def products_of(block: nn.Module, *, split_products: bool = True) -> Products:
-    """The block's modules that can be faster, and how."""
+    Without `split`, weights keep their own precision.
+    """
     found = {
-        module: _faster(module, split_products)
-        for module in block.modules()
-        if "forward" not in vars(module)  # else accelerate holds it
+        module: _fast_forward(module, split)
+        for module in part.modules()
+        if "forward" not in vars(module)  # otherwise accelerate has replaced it already
     }
     return {module: forward for module, forward in found.items() if forward is not None}
 
 
-def splits(dtype: torch.dtype) -> bool:
-    """Whether weights of that kind are multiplied in several parts: float32 that is not TF32."""
+def splits_float32(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are multiplied in high and low parts: float32, not TF32."""
     return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def _faster(module: Any, split_products: bool) -> Callable[[Tensor], Tensor] | None:
-    """A faster forward of the module, where there is one."""
+@contextmanager
+def fast_blocks(blocks: Iterable[nn.Module], *, split: bool = True) -> Iterator[None]:
+    """Run these blocks faster while inside; copies of all their weights are made at once."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(replaced(fast_forwards(block, split=split)))
+        yield
+
+
+@contextmanager
+def fast_blocks_in_turn(blocks: Iterable[nn.Module], *, split: bool = True) -> Iterator[None]:
+    """Run these blocks faster while inside, with copies of one block's weights at a time.
+
+    They are made when a block is called and dropped when another one is called.
+    """
+    with ExitStack() as stack:
+        current = _CurrentBlock(split)
+        stack.callback(current.close)
+        for block in blocks:
+            stack.enter_context(_wrapped(block, current))
+        yield
+
+
+@contextmanager
+def replaced(forwards: Forwards) -> Iterator[None]:
+    """Let other functions answer the calls of these modules while inside."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            module.forward = forward
+            stack.callback(delattr, module, "forward")  # back to the class's own
+        yield
+
+
+def logits_of(head: Any, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
+    """The output embedding's product with states."""
+    plain = "forward" not in vars(head)  # nobody replaced it
+    if plain and states.is_cuda and states.dim() == 2 and head.bias is None:
+        # The transposed product: GPT-2's odd vocabulary size then lies along the axis that need
+        # not be aligned, and the kernel is three times as fast.
+        return (head.weight @ states.T).T
+    return head(states)
+
+
+class _CurrentBlock:
+    """The block whose fast layers are in memory."""
+
+    def __init__(self, split: bool) -> None:
+        self.split = split
+        self.block: nn.Module | None = None
+        self.stack = ExitStack()
+
+    def prepare(self, block: nn.Module) -> None:
+        if block is not self.block:
+            self.close()
+            self.stack.enter_context(replaced(fast_forwards(block, split=self.split)))
+            self.block = block
+
+    def close(self) -> None:
+        self.stack.close()
+        self.block = None
+
+
+@contextmanager
+def _wrapped(block: Any, current: _CurrentBlock) -> Iterator[None]:
+    """Let the block prepare its fast layers before each call."""
+    own = vars(block).get("forward")  # set where accelerate moves inputs between devices
+    forward = block.forward
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        current.prepare(block)
+        return forward(*args, **kwargs)
+
+    block.forward = prepared
+    try:
+        yield
+    finally:
+        if own is None:
+            del block.forward
+        else:
+            block.forward = own
+
+
+def _fast_forward(module: Any, split: bool) -> Callable[[Tensor], Tensor] | None:
+    """A faster forward of one module, where there is one."""
     kind = type(module).__name__
-    if kind in SPELLED_OUT:
+    if kind in UNFUSED_GELU:
         return _gelu
     if kind not in LINEAR or not _on_gpu(module.weight):
         return None
     weight = module.weight if kind == "Conv1D" else module.weight.T
-    if weight.dtype == torch.float32 and split_products and available(weight.device):
-        made = split_product if splits(weight.dtype) else half_product
-        return made(weight, module.bias)
+    if weight.dtype == torch.float32 and split and supports_mixed(weight.device):
+        matmul = split_matmul if splits_float32(weight.dtype) else half_matmul
+        return matmul(weight, module.bias)
     if kind == "Conv1D":
-        turned = weight.T.contiguous()
-        return lambda x: nn.functional.linear(x, turned, module.bias)
+        transposed = weight.T.contiguous()
+        return lambda x: nn.functional.linear(x, transposed, module.bias)
     return None
 
 
@@ -106,22 +158,3 @@ def _on_gpu(weight: Tensor) -> bool:
 
 def _gelu(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
-
-
-@contextmanager
-def all_replaced(products: Products) -> Iterator[None]:
-    """All those modules' calls answered by other functions while inside."""
-    with ExitStack() as stack:
-        for module, forward in products.items():
-            stack.enter_context(replaced(module, forward))
-        yield
-
-
-@contextmanager
-def replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module's calls answered by another function while inside."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward  # back to the class's own

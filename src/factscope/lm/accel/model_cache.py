@@ -1,0 +1,153 @@
+"""Per-model cache of fast layers and captured steps.
+
+Facts are often edited one after another, each on the model that the last one changed. Their value
+searches run the same operations on other numbers, so the graph captured for one fact serves the
+next, as long as the layers above the edited one are unchanged. A few shapes are enough for most
+facts (see `buckets`). A graph reads the copies of the weights that its fast layers made, so these
+are cached with it; passes before and after the search use them too.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from factscope.lm.accel.graphs import CudaGraph, weights_in
+from factscope.lm.accel.linear import Forwards, fast_forwards, replaced
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["ModelCache", "model_cache"]
+
+KEY = "fast layers and captured steps"
+"""Where a model keeps this cache."""
+MAX_FRACTION = 1 / 16
+"""Nothing is cached for a model whose blocks and head take more than this fraction of the GPU's
+memory: fast layers are copies of its weights."""
+MAX_GRAPHS = 16
+"""How many captured steps are cached; the least recently used one is dropped."""
+
+
+@dataclass(eq=False)
+class ModelCache:
+    """Fast layers of a model's blocks, and captured steps of its value searches."""
+
+    states: list["_WeightState"]
+    """The weights that everything here was made from: of each block, then of norm and head."""
+    pool: Any = None
+    """Memory that the graphs share; only one is replayed at a time."""
+    forwards: dict[int, Forwards] = field(default_factory=dict)
+    """Fast layers by block; the head's come after the last block's."""
+    version: int = 0
+    """Grows when fast layers are added or dropped."""
+    graphs: dict[Any, tuple[int, list[Tensor], CudaGraph]] = field(default_factory=dict)
+    """By the step's key: the lowest block it runs, its static tensors, its graph."""
+
+    @classmethod
+    def of(cls, lm: "LM", pool: Any = None) -> "ModelCache":
+        """An empty cache."""
+        return cls(_weight_states(lm), pool)
+
+    def refresh(self, lm: "LM") -> None:
+        """Drop what was made from weights that have changed."""
+        now = _weight_states(lm)
+        changed = [i for i, (a, b) in enumerate(zip(self.states, now, strict=True)) if a != b]
+        self.states = now
+        for i in changed:
+            self.version += self.forwards.pop(i, None) is not None
+        highest = max(changed, default=-1)
+        self.graphs = {key: entry for key, entry in self.graphs.items() if entry[0] > highest}
+
+    @contextmanager
+    def fast(self, lm: "LM", blocks: Iterable[int]) -> Iterator[None]:
+        """Run these blocks (n_layers stands for the head) with cached fast layers while inside."""
+        with replaced(self.build(lm, blocks)):
+            yield
+
+    def build(self, lm: "LM", blocks: Iterable[int]) -> Forwards:
+        """The fast layers of these blocks, made where they are missing."""
+        chosen: Forwards = {}
+        for i in blocks:
+            if i not in self.forwards:
+                head = i == lm.n_layers
+                part = lm.model.get_output_embeddings() if head else lm.blocks[i]
+                self.forwards[i] = fast_forwards(part)
+                self.version += 1
+            chosen |= self.forwards[i]
+        return chosen
+
+    def find(self, key: Any, tensors: list[Tensor]) -> CudaGraph | None:
+        """A captured step with this key, its static tensors overwritten by the given ones."""
+        if key not in self.graphs:
+            return None
+        _, static, graph = self.graphs[key] = self.graphs.pop(key)  # now the most recent
+        for old, new in zip(static, tensors, strict=True):
+            old.copy_(new)
+        return graph
+
+    def add(self, key: Any, lowest_block: int, tensors: list[Tensor], graph: CudaGraph) -> None:
+        """Cache a captured step."""
+        while len(self.graphs) >= MAX_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[key] = (lowest_block, tensors, graph)
+
+    def new_pool(self) -> None:
+        """Use a fresh memory pool: torch accepts none in which a capture failed."""
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+def model_cache(lm: "LM") -> ModelCache | None:
+    """The model's cache, brought up to date; None on a CPU and for models too large for copies."""
+    if lm.device.type != "cuda":
+        return None
+    cache: ModelCache | None = lm.cache.get(KEY)
+    if cache is not None:
+        cache.refresh(lm)
+    elif _is_small(lm):
+        cache = lm.cache[KEY] = ModelCache.of(lm, torch.cuda.graph_pool_handle())
+    return cache
+
+
+def _is_small(lm: "LM") -> bool:
+    head = lm.model.get_output_embeddings()
+    weights = [weight for part in (*lm.blocks, head) for weight in part.parameters()]
+    if any(weight.device != lm.device for weight in weights):
+        return False
+    total = torch.cuda.get_device_properties(lm.device).total_memory
+    return sum(weight.numel() * weight.element_size() for weight in weights) <= MAX_FRACTION * total
+
+
+@dataclass(frozen=True)
+class _WeightState:
+    """Identifies the values of some weights: address, in-place version, norm, matmul precision.
+
+    The version counts changes that autograd sees, the norm shows those made through `.data`.
+    """
+
+    addresses: tuple[tuple[int, int], ...]
+    norms: tuple[float, ...]
+    precision: str
+
+
+def _weight_states(lm: "LM") -> list[_WeightState]:
+    """One for each block, and one for the final norm and the head."""
+    heads = [*lm.norms, lm.model.get_output_embeddings()]
+    parts = [list(weights_in(block)) for block in lm.blocks]
+    parts.append([weight for module in heads for weight in weights_in(module)])
+    flat: list[Tensor] = [weight for part in parts for weight in part]
+    with torch.no_grad():
+        found = torch._foreach_norm(flat, dtype=torch.float32)  # pyright: ignore
+    norms = iter(torch.stack(found).tolist())
+    precision = torch.get_float32_matmul_precision()
+    return [
+        _WeightState(
+            tuple((weight.data_ptr(), weight._version) for weight in part),
+            tuple(next(norms) for _ in part),
+            precision,
+        )
+        for part in parts
+    ]

@@ -1,0 +1,72 @@
+"""The entry point: run a computation through a model's blocks, accelerated."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from factscope.lm.accel.device import on_gpu
+from factscope.lm.accel.graphs import captured
+from factscope.lm.accel.linear import fast_blocks_in_turn, replaced, splits_float32
+from factscope.lm.accel.model_cache import model_cache
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["MIN_BATCH", "accelerated"]
+
+T = TypeVar("T")
+
+MIN_BATCH = 8
+"""With fewer rows or facts a GPU is launch-bound, and making fast layers for one pass costs more
+than it gains."""
+
+
+def accelerated(
+    lm: "LM",
+    function: Callable[..., T],
+    *inputs: Tensor,
+    batch: int | None = None,
+    key: Any = None,
+    check: Callable[[T], Tensor] | None = None,
+) -> T:
+    """function(*inputs), a computation without gradients through the model's blocks.
+
+    Large batches (at least `MIN_BATCH` rows or facts; None counts as large) run with fast linear
+    layers, made for one block at a time. Small ones with a `key` are captured as a CUDA graph at
+    the second call, with fast layers that stay cached on the model; what differs between calls of
+    one key must be among the inputs. Split-precision products overflow where activations exceed
+    float16's range: a result that is not finite is computed again without them (`check` picks the
+    tensor to look at, if the result is not a single one). On a CPU only GELU is faster, and only
+    in computations of unknown size.
+    """
+    if not on_gpu(lm):
+        with fast_blocks_in_turn(lm.blocks) if batch is None else nullcontext():
+            return function(*inputs)
+    if batch is None or batch >= MIN_BATCH:
+        with fast_blocks_in_turn(lm.blocks):
+            result = function(*inputs)
+        return result if _finite(lm, result, check) else function(*inputs)
+    if key is None:
+        return function(*inputs)
+    cache = model_cache(lm) if splits_float32(lm.dtype) else None
+    if cache is not None:
+        forwards = cache.build(lm, range(lm.n_layers))
+
+        def fast(*inputs: Tensor) -> T:
+            with replaced(forwards):
+                return function(*inputs)
+
+        result = captured(lm, (key, cache.version), fast, *inputs)
+        if _finite(lm, result, check):
+            return result
+    return captured(lm, key, function, *inputs)
+
+
+def _finite(lm: "LM", result: Any, check: Callable[[Any], Tensor] | None) -> bool:
+    """Whether no split-precision product overflowed; other data types do not."""
+    if lm.dtype != torch.float32:
+        return True
+    return bool((result if check is None else check(result)).isfinite().all())

@@ -1,0 +1,227 @@
+"""The value search on a GPU: fast layers, suffix attention, captured steps.
+
+`accelerated_search(objective, minimise)` calls `minimise(objective, make_step)`, where
+`make_step(objective)` is one step of the optimiser. On a CPU that is the objective's own step.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from factscope.lm.accel.attention import rounds_to_half, suffix_attention
+from factscope.lm.accel.graphs import CudaGraph
+from factscope.lm.accel.linear import fast_blocks, splits_float32
+from factscope.lm.accel.model_cache import ModelCache, model_cache
+from factscope.lm.hooks import has_hooks
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Objective", "Step", "accelerated_search"]
+
+log = logging.getLogger(__name__)
+
+LAUNCH_BOUND = 1.5e11
+"""Below this many multiplications per block, launching a step takes longer than computing it."""
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What a search minimises: the losses of some facts, as a function of their δ."""
+
+    @property
+    def lm(self) -> "LM":
+        """The model."""
+        ...
+
+    @property
+    def hidden(self) -> Float[Tensor, "row slot width"]:
+        """The states that enter the first block that δ changes."""
+        ...
+
+    @property
+    def split_past(self) -> bool:
+        """Whether the past's keys and values are apart from the new ones."""
+        ...
+
+    @property
+    def lowest_block(self) -> int:
+        """The lowest block that a step runs."""
+        ...
+
+    @property
+    def facts(self) -> int:
+        """How many facts are searched at once."""
+        ...
+
+    def step(self, state: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses at a state, and the state after one step of the optimiser."""
+        ...
+
+    def key(self) -> tuple[Any, ...]:
+        """What two objectives share if one captured step can serve both, beside the tensors."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a step reads and that differs between facts."""
+        ...
+
+    def modules(self) -> list[nn.Module]:
+        """Every module that a step runs."""
+        ...
+
+    def last_block(self, hidden: Tensor) -> Tensor:
+        """The last block's output for given states."""
+        ...
+
+    def with_split_past(self, *, half: bool) -> "Objective":
+        """The same with the past's keys and values apart from the new ones, for our kernels."""
+        ...
+
+
+@runtime_checkable
+class Step(Protocol):
+    """A step of the optimiser; its results may be overwritten by the next call."""
+
+    capture_seconds: float
+    """How long it took to set up: a smaller batch must save more than that."""
+
+    def __call__(self, state: Tensor, correction: Tensor, /) -> tuple[Tensor, Tensor]:
+        """The losses at a state, and the next state."""
+        ...
+
+
+Minimise = Callable[[Any, Callable[[Any], Step]], tuple[T, list[list[float]]]]
+"""(objective, make_step) → result and the losses of each fact by step."""
+
+
+def accelerated_search(objective: Objective, minimise: Minimise[T]) -> tuple[T, list[list[float]]]:
+    """minimise(objective, make_step), with faster steps; repeated with plain ones on overflow."""
+    objective = _with_suffix_attention(objective)
+    gpu = objective.hidden.is_cuda
+    cache = model_cache(objective.lm) if gpu and objective.facts == 1 else None
+    with _Steps(cache, split=True) as steps:
+        result, losses = minimise(objective, steps.make)
+        steps.cache_captured(objective)
+    if gpu and not all(abs(loss) < float("inf") for fact in losses for loss in fact):
+        with _Steps(None, split=False) as steps:
+            result, losses = minimise(objective, steps.make)
+    return result, losses
+
+
+class _Steps:
+    """Makes steps, and holds the fast layers and the attention that they run with."""
+
+    def __init__(self, cache: ModelCache | None, *, split: bool) -> None:
+        self.cache, self.split = cache, split
+        self.stack = ExitStack()
+        self.entered = False
+        self.new: CudaGraph | None = None
+
+    def __enter__(self) -> "_Steps":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    def make(self, objective: Objective) -> CudaGraph:
+        """A step for this objective: cached, or captured when it is first called."""
+        if self.cache is not None and not has_hooks(objective.modules()):
+            cached = self.cache.find(_key(objective), objective.tensors())
+            if cached is not None:
+                return cached
+        self._enter(objective)
+        objective.tensors()  # make masks and positions now: a graph would make them at each replay
+        block = sum(weight.numel() for weight in objective.lm.blocks[-1].parameters())
+        pays = objective.hidden.shape[:2].numel() * block < LAUNCH_BOUND
+        pool = None if self.cache is None else self.cache.pool
+        self.new = CudaGraph(objective.step, pays=pays, pool=pool)
+        return self.new
+
+    def _enter(self, objective: Objective) -> None:
+        """Switch on fast layers and suffix attention, once."""
+        if self.entered:
+            return
+        self.entered = True
+        lm, lowest = objective.lm, objective.lowest_block
+        if self.cache is None:
+            blocks = lm.blocks[lowest:]
+            self.stack.enter_context(fast_blocks(blocks, split=self.split))
+        else:
+            layers = range(lowest, lm.n_layers + splits_float32(lm.dtype))
+            self.stack.enter_context(self.cache.fast(lm, layers))
+        if objective.split_past:
+            self.stack.enter_context(suffix_attention(objective.hidden.device))
+
+    def cache_captured(self, objective: Objective) -> None:
+        """Keep a newly captured step for the next fact."""
+        if self.cache is None or self.new is None:
+            return
+        if self.new.failed:
+            self.cache.new_pool()
+        elif self.new.graph is not None and not has_hooks(objective.modules()):
+            tensors = objective.tensors()
+            self.cache.add(_key(objective), objective.lowest_block, tensors, self.new)
+
+
+def _key(objective: Objective) -> tuple[Any, ...]:
+    shapes = tuple((x.shape, x.dtype, x.device) for x in objective.tensors())
+    return (*objective.key(), shapes)
+
+
+# ---- suffix attention
+
+
+def _with_suffix_attention(objective: Objective) -> Objective:
+    """The objective with its past apart, where suffix attention works for this model and shape."""
+    hidden = objective.hidden
+    form = (hidden.shape, objective.key(), torch.get_float32_matmul_precision())
+    known = objective.lm.cache.setdefault("takes suffix attention", {})
+    if form not in known:
+        known[form] = _takes_suffix_attention(objective)
+    if not known[form]:
+        return objective
+    # Round the past's keys and values once, so that attention need not do it at every step.
+    return objective.with_split_past(half=rounds_to_half(hidden.dtype))
+
+
+def _takes_suffix_attention(objective: Objective) -> bool:
+    """Whether one block with suffix attention gives what it gives without.
+
+    This also compiles the kernels, which cannot be done during capture.
+    """
+    hidden = objective.hidden
+    try:
+        with suffix_attention(hidden.device) as use:
+            if not use.possible:
+                return False
+            found = _output_and_gradient(objective)
+        expected = _output_and_gradient(objective)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways; the default attention always works
+        log.warning("suffix attention fails here (%s); the default is used", error)
+        return False
+    exact = hidden.dtype == torch.float32 and not rounds_to_half(torch.float32)
+    tolerance = 1e-4 if exact else 3e-2
+    gaps = [(x - y).abs().max() / y.abs().max() for x, y in zip(found, expected, strict=True)]
+    right = all(bool(gap <= tolerance) for gap in gaps)
+    if not right:
+        log.warning("suffix attention is wrong here (by %s); the default is used", gaps)
+    return use.called and right
+
+
+def _output_and_gradient(objective: Objective) -> tuple[Tensor, Tensor]:
+    """The last block's output, and the gradient of a function of it by its input."""
+    hidden = objective.hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        out = objective.last_block(hidden)
+        (gradient,) = torch.autograd.grad(out, hidden, out.detach())
+    return out.detach(), gradient
