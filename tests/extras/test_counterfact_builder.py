@@ -1,4 +1,4 @@
-"""Sets like CounterFact: built from a toy table, with a stubbed Wikidata, and counted by hand."""
+"""Data sets like CounterFact, built from a toy table with a stubbed Wikidata."""
 
 import gzip
 import io
@@ -13,22 +13,27 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from factscope.data.readers import neutral_sentences, openings, read_cases
+from factscope.data.readers import generation_templates, neutral_sentences, read_cases
 from factscope.errors import BadFact, BadSetting, DownloadFailed
 from factscope.extras.counterfact_builder import wikidata
-from factscope.extras.counterfact_builder.articles import about, by_entity, read_articles, sentences
+from factscope.extras.counterfact_builder.articles import (
+    article_names,
+    articles_by_entity,
+    plain_sentences,
+    read_articles,
+)
 from factscope.extras.counterfact_builder.build import (
     COUNTERFACT,
-    Holders,
     Relation,
-    entries,
-    record,
-    records,
-    references,
-    relations_of,
+    SubjectsWithObject,
+    build_record,
+    build_records,
+    build_references,
+    knowledge_tuples,
+    usable_relations,
 )
-from factscope.extras.counterfact_builder.composition import Item, composition
-from factscope.extras.counterfact_builder.wikidata import Wikidata, query
+from factscope.extras.counterfact_builder.composition import CompositionRow, composition
+from factscope.extras.counterfact_builder.wikidata import Wikidata, sparql_query
 from factscope.facts import Case, Fact
 
 from commands import Result, Run, runner
@@ -63,8 +68,8 @@ Australia, New Zealand and others signed (at last) a treaty."""
 
 
 def built(seed: int = 0, **how: Any) -> list[dict[str, Any]]:
-    usable = relations_of(FACTS, PATTERNS).usable
-    return list(records(entries(usable, seed), **how))
+    usable = usable_relations(FACTS, PATTERNS).usable
+    return list(build_records(knowledge_tuples(usable, seed), **how))
 
 
 def truths(relation: str) -> dict[str, set[str]]:
@@ -74,8 +79,8 @@ def truths(relation: str) -> dict[str, set[str]]:
 # ---- the tables
 
 
-def test_relations_and_what_is_wrong_with_others() -> None:
-    found = relations_of(FACTS | {"P20": [["x"], ["a", "b"], [1, "b"], ["a", "c"]]}, PATTERNS)
+def test_usable_relations_and_problems() -> None:
+    found = usable_relations(FACTS | {"P20": [["x"], ["a", "b"], [1, "b"], ["a", "c"]]}, PATTERNS)
     assert [relation.name for relation in found.usable] == ["P19", "P103"]
     assert found.usable[0].templates == (
         "{} was born in",
@@ -96,34 +101,34 @@ def test_relations_and_what_is_wrong_with_others() -> None:
 
 
 def test_wanted_relations() -> None:
-    assert [r.name for r in relations_of(FACTS, PATTERNS, ["P103"]).usable] == ["P103"]
+    assert [r.name for r in usable_relations(FACTS, PATTERNS, ["P103"]).usable] == ["P103"]
     with pytest.raises(BadSetting, match=r"no relation P7, P8 .* it has P19, P30, P31, P103"):
-        relations_of(FACTS, PATTERNS, ["P7", "P19", "P8"])
+        usable_relations(FACTS, PATTERNS, ["P7", "P19", "P8"])
 
 
 @pytest.mark.parametrize("facts", [{}, {"P19": []}])
 def test_an_empty_table(facts: dict[str, list]) -> None:
     with pytest.raises(BadFact, match="empty"):
-        relations_of(facts, PATTERNS)
+        usable_relations(facts, PATTERNS)
 
 
 def test_no_usable_relation() -> None:
     with pytest.raises(BadFact, match="P30 skipped"):
-        relations_of({"P30": FACTS["P30"]}, PATTERNS)
+        usable_relations({"P30": FACTS["P30"]}, PATTERNS)
 
 
-def test_every_relation_of_the_paper_has_openings() -> None:
+def test_every_relation_of_the_paper_has_generation_templates() -> None:
     for relation in COUNTERFACT:
-        found = openings(relation)
+        found = generation_templates(relation)
         assert len(set(found)) >= 5
-        assert found != openings("P999999")
-        assert all(opening.count("{}") == 1 for opening in found)
+        assert found != generation_templates("P999999")
+        assert all(template.count("{}") == 1 for template in found)
 
 
 # ---- records
 
 
-def test_a_record_keeps_what_it_promises() -> None:
+def test_every_part_of_a_record() -> None:
     every = built()
     assert [one["case_id"] for one in every] == list(range(len(every)))
     # Ada has both languages, so that no counterfactual is left.
@@ -136,13 +141,13 @@ def test_a_record_keeps_what_it_promises() -> None:
         assert true in objects[subject]
         assert new not in objects[subject]
         assert new in {target for _, target in FACTS[relation]}
-        usable = relations_of(FACTS, PATTERNS, [relation]).usable[0]
+        usable = usable_relations(FACTS, PATTERNS, [relation]).usable[0]
         assert rewrite["prompt"] in usable.templates
 
-        said = [t.replace("{}", subject) for t in usable.templates if t != rewrite["prompt"]]
+        rephrased = [t.replace("{}", subject) for t in usable.templates if t != rewrite["prompt"]]
         assert len(set(one["paraphrase_prompts"])) == 2
         for text in one["paraphrase_prompts"]:
-            [words] = [words for words in said if text.endswith(". " + words)]
+            [words] = [words for words in rephrased if text.endswith(". " + words)]
             assert text.removesuffix(" " + words) in neutral_sentences()
 
         for name, target, other in (
@@ -150,43 +155,43 @@ def test_a_record_keeps_what_it_promises() -> None:
             ("attribute_prompts", new, true),
         ):
             about_whom = Counter(subject_of(text, usable) for text in one[name])
-            holders = {s for s, o in objects.items() if target in o and other not in o} - {subject}
-            assert set(about_whom) <= holders
-            assert len(about_whom) == min(len(holders), 10)
-            assert len(one[name]) == min(len(holders) * len(usable.templates), 10)
+            others = {s for s, o in objects.items() if target in o and other not in o} - {subject}
+            assert set(about_whom) <= others
+            assert len(about_whom) == min(len(others), 10)
+            assert len(one[name]) == min(len(others) * len(usable.templates), 10)
             assert len(set(one[name])) == len(one[name])
 
         assert len(one["generation_prompts"]) == 10
-        wanted = {opening.replace("{}", subject) for opening in openings(relation)}
+        wanted = {template.replace("{}", subject) for template in generation_templates(relation)}
         assert set(one["generation_prompts"]) <= wanted
 
 
 def subject_of(text: str, relation: Relation) -> str:
-    """The one subject that makes the text with one of the templates."""
+    """The subject that gives the text with one of the templates."""
     subjects = {subject for subject, _ in relation.pairs}
     [found] = {s for s in subjects for t in relation.templates if t.replace("{}", s) == text}
     return found
 
 
-def test_new_objects_are_drawn_as_often_as_they_occur() -> None:
+def test_new_objects_are_drawn_by_frequency() -> None:
     relation = Relation("P19", tuple((s, o) for s, o in BORN), ("{} a", "{} b"))
     drawn = Counter(
-        record(entry, 0)["requested_rewrite"]["target_new"]["str"]
+        build_record(each, 0)["requested_rewrite"]["target_new"]["str"]
         for seed in range(100)
-        for entry in entries([relation], seed)
-        if entry.target == "Bonn" or entry.target == "Lima"
+        for each in knowledge_tuples([relation], seed)
+        if each.target in ("Bonn", "Lima")
     )
     assert drawn["Oslo"] / drawn["Rome"] == pytest.approx(14 / 12, rel=0.25)
     assert drawn["Oslo"] > 2 * drawn["Lima"]
 
 
-def test_an_object_that_is_the_subject_is_not_drawn() -> None:
+def test_the_subject_is_never_the_new_object() -> None:
     relation = Relation("P36", (("Rome", "Oslo"), ("Italy", "Rome")), ("{} a", "{} b"))
-    [one] = records(entries([relation], 0))
+    [one] = build_records(knowledge_tuples([relation], 0))
     assert one["requested_rewrite"]["subject"] == "Italy"
 
 
-def test_seeds() -> None:
+def test_the_seed_determines_the_data_set() -> None:
     assert built(3) == built(3)
     assert built(3) != built(4)
 
@@ -195,12 +200,14 @@ def test_a_record_does_not_depend_on_the_others() -> None:
     def without_number(one: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in one.items() if key != "case_id"}
 
-    alone = list(records(entries(relations_of(FACTS, PATTERNS, ["P103"]).usable, 0)))
+    alone = list(
+        build_records(knowledge_tuples(usable_relations(FACTS, PATTERNS, ["P103"]).usable, 0))
+    )
     among = [one for one in built() if one["requested_rewrite"]["relation_id"] == "P103"]
     assert list(map(without_number, alone)) == list(map(without_number, among))
 
 
-def test_full_records_only() -> None:
+def test_full_skips_records_with_too_few_prompts() -> None:
     every = built(full=True)
     assert 0 < len(every) < len(built())
     assert [one["case_id"] for one in every] == list(range(len(every)))
@@ -208,7 +215,7 @@ def test_full_records_only() -> None:
         assert len(one["neighborhood_prompts"]) == len(one["attribute_prompts"]) == 10
 
 
-def test_given_sentences_that_name_the_case_are_passed_over() -> None:
+def test_sentences_that_name_the_case_are_not_used() -> None:
     given = [f"A train to {city} left at noon." for city in CITIES]
     for one in built(sentences=given):
         rewrite = one["requested_rewrite"]
@@ -220,11 +227,11 @@ def test_given_sentences_that_name_the_case_are_passed_over() -> None:
             assert all(text.startswith("A train to") for text in one["paraphrase_prompts"])
 
 
-# ---- text
+# ---- articles
 
 
-def test_sentences_of_a_text() -> None:
-    assert sentences(ARTICLES.split("\n\n")) == (
+def test_plain_sentences() -> None:
+    assert plain_sentences(ARTICLES.split("\n\n")) == (
         "Many small houses stand along the river.",
         "The museum shows wooden boats and old fishing tools.",
         "Several large ships were built in the northern harbour.",
@@ -237,8 +244,8 @@ def test_sentences_of_a_text() -> None:
      "The treaty (signed in May) was broken.", "It was the work of V. Voevodsky in spring.",
      "There are books on this; you know them.", "see the list of old towns."],
 )  # fmt: skip
-def test_sentences_that_do_not_stand_by_themselves(sentence: str) -> None:
-    assert sentences([sentence]) == ()
+def test_sentences_that_are_not_plain(sentence: str) -> None:
+    assert plain_sentences([sentence]) == ()
 
 
 @pytest.mark.parametrize(
@@ -251,24 +258,24 @@ def test_sentences_that_do_not_stand_by_themselves(sentence: str) -> None:
         ("Albedo", "Albedo"),
     ],
 )
-def test_whom_an_article_is_about(article: str, name: str) -> None:
-    assert name in about(article)
+def test_article_names(article: str, name: str) -> None:
+    assert name in article_names(article)
 
 
-def test_a_list_is_about_none_of_its_members() -> None:
-    assert "Australia" not in about("Australia, New Zealand and others signed a treaty.")
-    assert "Paris" not in about("The University of Paris is old.")
+def test_a_list_is_not_about_its_members() -> None:
+    assert "Australia" not in article_names("Australia, New Zealand and others signed a treaty.")
+    assert "Paris" not in article_names("The University of Paris is old.")
 
 
-def test_references_name_the_object() -> None:
-    usable = relations_of(FACTS, PATTERNS).usable
+def test_references_mention_the_object() -> None:
+    usable = usable_relations(FACTS, PATTERNS).usable
     every = built()
-    found = references(every, usable, by_entity(ARTICLES.split("\n\n")))
+    found = build_references(every, usable, articles_by_entity(ARTICLES.split("\n\n")))
     assert {r: {o: len(texts) for o, texts in t.items()} for r, t in found.items()} == {
         "P19": {"Oslo": 3}
     }
     moved = ARTICLES.replace("Oslo child 5, sculptor", "Rome child 5, sculptor")
-    found = references(every, usable, by_entity(moved.split("\n\n")))
+    found = build_references(every, usable, articles_by_entity(moved.split("\n\n")))
     assert {o: len(texts) for o, texts in found["P19"].items()} == {"Oslo": 2, "Rome": 1}
 
 
@@ -284,7 +291,7 @@ def test_an_empty_text(tmp_path: Path) -> None:
 
 
 def answer(rows: list[tuple[str, str]]) -> bytes:
-    """What the service says: the object's id and the subject's name, row by row."""
+    """A response with rows of the object's id and the subject's name."""
     bindings = [
         {"object": {"value": f"http://www.wikidata.org/entity/{id_}"}, "name": {"value": name}}
         for id_, name in rows
@@ -292,40 +299,40 @@ def answer(rows: list[tuple[str, str]]) -> bytes:
     return json.dumps({"results": {"bindings": bindings}}).encode()
 
 
-def test_the_query() -> None:
-    asked = query("P19", 'Rock "n" Roll\\', most=7)
-    assert "?subject wdt:P19 ?object" in asked
-    assert '?object rdfs:label "Rock \\"n\\" Roll\\\\"@en' in asked
-    assert asked.endswith("LIMIT 7")
+def test_sparql_query() -> None:
+    query = sparql_query("P19", 'Rock "n" Roll\\', limit=7)
+    assert "?subject wdt:P19 ?object" in query
+    assert '?object rdfs:label "Rock \\"n\\" Roll\\\\"@en' in query
+    assert query.endswith("LIMIT 7")
     for wrong in ("19", "P", "P0", "P1 } DROP", ""):
         with pytest.raises(BadSetting, match="property"):
-            query(wrong, "x")
+            sparql_query(wrong, "x")
 
 
-def test_holders_are_asked_for_once(tmp_path: Path) -> None:
-    addresses: list[str] = []
+def test_wikidata_responses_are_cached(tmp_path: Path) -> None:
+    urls: list[str] = []
 
-    def send(address: str) -> bytes:
-        addresses.append(address)
+    def get(url: str) -> bytes:
+        urls.append(url)
         return answer([("Q585", "Bo"), ("Q1", "Al"), ("Q585", "Cy"), ("Q585", "Bo")])
 
     for _ in range(2):
-        found = Wikidata(tmp_path / "kept", send).holders("P19", "Oslo")
-        assert found == Holders(names=("Al", "Bo", "Cy"), id="Q585")
-    [address] = addresses
-    assert parse_qs(urlsplit(address).query)["query"] == [query("P19", "Oslo")]
-    assert Wikidata(tmp_path, lambda _: answer([])).holders("P19", "x") == Holders(())
+        found = Wikidata(tmp_path / "cache", get).subjects("P19", "Oslo")
+        assert found == SubjectsWithObject(subjects=("Al", "Bo", "Cy"), object_id="Q585")
+    [url] = urls
+    assert parse_qs(urlsplit(url).query)["query"] == [sparql_query("P19", "Oslo")]
+    assert Wikidata(tmp_path, lambda _: answer([])).subjects("P19", "x") == SubjectsWithObject(())
 
 
-@pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"results": {}}', b"\xff"])
-def test_an_answer_that_cannot_be_read(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("response", [b"<html>", b"[]", b'{"results": {}}', b"\xff"])
+def test_an_unreadable_response(tmp_path: Path, response: bytes) -> None:
     with pytest.raises(DownloadFailed, match="cannot be read"):
-        Wikidata(tmp_path, lambda _: said).holders("P19", "Oslo")
+        Wikidata(tmp_path, lambda _: response).subjects("P19", "Oslo")
     assert not list(tmp_path.iterdir())
 
 
-def refusing(*codes: int) -> Any:
-    """Stands for urlopen: fails with each code in turn, then answers."""
+def failing(*codes: int) -> Any:
+    """A urlopen that fails with each status code in turn, then responds."""
     left = list(codes)
 
     def urlopen(request: urllib.request.Request, timeout: float) -> io.BytesIO:
@@ -340,16 +347,16 @@ def refusing(*codes: int) -> Any:
     return urlopen
 
 
-def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_repeated_if_the_service_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(wikidata.time, "sleep", waits.append)
-    monkeypatch.setattr(urllib.request, "urlopen", refusing(429, 503))
-    assert wikidata.send("https://example.org") == b"fine"
+    monkeypatch.setattr(urllib.request, "urlopen", failing(429, 503))
+    assert wikidata.http_get("https://example.org") == b"fine"
     assert waits == [2, 2]
     for codes in ((429, 429, 429), (400,)):
-        monkeypatch.setattr(urllib.request, "urlopen", refusing(*codes))
+        monkeypatch.setattr(urllib.request, "urlopen", failing(*codes))
         with pytest.raises(DownloadFailed, match=str(codes[0])):
-            wikidata.send("https://example.org")
+            wikidata.http_get("https://example.org")
 
 
 def no_network(*_: object, **__: object) -> Any:
@@ -364,23 +371,23 @@ def case(subject: str, relation: str, new: str, **lists: Any) -> Case:
     return Case(fact=fact, true="o", **lists)
 
 
-def test_composition_by_hand() -> None:
+def test_composition() -> None:
     cases = [
         case("a", "P1", "x", paraphrases=("p", "q"), neighbours=("n", "m"), generations=("g", "g")),
         case("b", "P1", "x", paraphrases=("p", "r"), neighbours=("n",), generations=("h", "g")),
         case("a", "P2", "y", paraphrases=("s", "t"), neighbours=("n",), generations=("g", "i")),
     ]
     assert composition(cases) == (
-        Item("records", 3, 1.5, 1.0),
-        Item("subjects", 2, 1.5, 1.0),
-        Item("objects", 2, 1.0, 1.0),
-        Item("counterfactual statements", 2, 1.5, 1.0),
-        Item("paraphrase prompts", 5, 2.5, 2.0),
-        Item("neighbourhood prompts", 2, 1.5, 4 / 3),
-        Item("generation prompts", 3, 2.0, 5 / 3),
+        CompositionRow("records", 3, 1.5, 1.0),
+        CompositionRow("subjects", 2, 1.5, 1.0),
+        CompositionRow("objects", 2, 1.0, 1.0),
+        CompositionRow("counterfactual statements", 2, 1.5, 1.0),
+        CompositionRow("paraphrase prompts", 5, 2.5, 2.0),
+        CompositionRow("neighbourhood prompts", 2, 1.5, 4 / 3),
+        CompositionRow("generation prompts", 3, 2.0, 5 / 3),
     )
-    assert [item.total for item in composition(cases * 2)] == [6, 2, 2, 2, 5, 2, 3]
-    assert composition([])[0] == Item("records", 0, 0.0, 0.0)
+    assert [row.total for row in composition(cases * 2)] == [6, 2, 2, 2, 5, 2, 3]
+    assert composition([])[0] == CompositionRow("records", 0, 0.0, 0.0)
 
 
 # ---- the commands
@@ -407,7 +414,7 @@ def build(factscope: Run, tmp_path: Path) -> Run:
     return run
 
 
-def test_build_from_words_to_files(build: Run, factscope: Run, tmp_path: Path) -> None:
+def test_build_command(build: Run, factscope: Run, tmp_path: Path) -> None:
     words = ("--text", "text.txt.gz", "--references", "refs.json")
     result = build("--out", "set.json", *words)
     assert result.code == 0

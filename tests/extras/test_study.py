@@ -1,4 +1,4 @@
-"""A human evaluation: drawn blind, filled in by a browser, counted; and each mistake by name."""
+"""A human evaluation: built blind, filled in by a browser, counted; and every kind of bad input."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from selenium.webdriver.common.by import By
 
 from factscope.analysis.preferences import preferences
 from factscope.errors import BadStudy
-from factscope.extras.study.answers import Answers, read_answers, votes
-from factscope.extras.study.pairs import Study, draw, shared_cases
+from factscope.extras.study.answers import AnswerSheet, read_answers, votes
+from factscope.extras.study.pairs import Study, build_study, shared_cases
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores
-from factscope.report.studies import form_data, form_page, sentence, study_page
+from factscope.report.studies import form_data, form_page, preference_sentence, study_page
 from factscope.runs.folder import RunFolder
 
 from browser import browser
@@ -28,8 +28,8 @@ EVIL = "</script><script>document.title='run'</script><img src=x onerror=\"docum
 
 def case(number: int, method: str, texts: int = 2, **fields: Any) -> CaseRecord:
     fact = Fact(subject=f"Tower {number}", prompt="{} is in", target="Oslo", id=str(number))
-    after = tuple(f"Tower {number}, opening {i}, by {method} {EVIL}" for i in range(texts))
-    before = tuple(f"Tower {number}, opening {i}, as it was" for i in range(texts))
+    after = tuple(f"Tower {number}, prompt {i}, by {method} {EVIL}" for i in range(texts))
+    before = tuple(f"Tower {number}, prompt {i}, as it was" for i in range(texts))
     plain = {
         "fact": fact, "true": "Paris", "data": "everyday", "model": "tiny", "method": method,
         "before": CaseScores(texts=before), "after": CaseScores(texts=after),
@@ -51,7 +51,7 @@ def sheet(
     left: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> str:
-    """A form filled in by somebody who always chooses the same method."""
+    """The answers of a rater who always chooses the same method."""
 
     def choice(methods: tuple[str, str]) -> int | str:
         return "same" if winner is None else methods.index(winner)
@@ -64,34 +64,36 @@ def sheet(
     return json.dumps({**plain, "answers": answers, **(change or {})})
 
 
-# ---- which texts
+# ---- pairs of texts
 
 
-def test_the_same_seed_draws_the_same_study_and_another_another() -> None:
-    one, same, other = draw(RUNS, seed=1), draw(RUNS, seed=1), draw(RUNS, seed=2)
+def test_the_seed_determines_the_study() -> None:
+    one, same, other = (build_study(RUNS, seed=seed) for seed in (1, 1, 2))
     assert one == same
     assert one.id == same.id != other.id
     assert Study.from_json(one.to_json()) == one
 
 
-def test_both_texts_of_a_pair_have_the_same_opening() -> None:
-    for item in draw(RUNS, seed=0).items:
-        openings = {re.match(r".* opening \d", text).group() for text in item.texts}  # type: ignore[union-attr]
-        assert len(openings) == 1
+def test_both_texts_of_a_pair_continue_the_same_prompt() -> None:
+    for item in build_study(RUNS, seed=0).items:
+        prompts = {re.match(r".* prompt \d", text).group() for text in item.texts}  # type: ignore[union-attr]
+        assert len(prompts) == 1
         assert item.statement == f"Tower {item.case} is in Oslo."
         assert [m in text for m, text in zip(item.methods, item.texts, strict=True)] == [True] * 2
 
 
-def test_sides_and_order_are_mixed() -> None:
+def test_sides_and_order_are_random() -> None:
     many = {"a": cases("rome", 200), "b": cases("ft-l", 200)}
-    items = draw(many, seed=0, cases=200).items
+    items = build_study(many, seed=0, cases=200).items
     assert 70 < sum(item.methods[0] == "rome" for item in items) < 130
     assert [item.case for item in items] != sorted(item.case for item in items)
-    assert {item.case for item in draw(many, seed=0, cases=5).items} < {str(i) for i in range(200)}
+    assert {item.case for item in build_study(many, seed=0, cases=5).items} < {
+        str(i) for i in range(200)
+    }
 
 
-def test_the_unedited_model_makes_three_pairs_of_a_case() -> None:
-    study = draw(RUNS, seed=0, cases=2, unedited=True)
+def test_with_the_unedited_model_a_case_has_three_pairs() -> None:
+    study = build_study(RUNS, seed=0, cases=2, unedited=True)
     assert study.methods == ("rome", "ft-l", "none")
     assert len(study.items) == 6
     assert len({frozenset(item.methods) for item in study.items}) == 3
@@ -103,7 +105,7 @@ def test_only_shared_cases_with_texts_are_compared() -> None:
     assert [fact.id for fact in shared] == ["0"]
 
 
-def test_after_a_sequence_the_last_texts_are_taken() -> None:
+def test_of_sequential_edits_the_final_texts_are_compared() -> None:
     late = [
         case(i, "rome", protocol="sequential", step=i, phase="end",
              after=CaseScores(texts=("the end",)))
@@ -114,74 +116,78 @@ def test_after_a_sequence_the_last_texts_are_taken() -> None:
     assert all(texts["rome"] == ("the end",) for texts in shared.values())
 
 
-def test_two_runs_of_one_method_keep_their_names() -> None:
-    study = draw({"runs/a": cases("rome"), "runs/b": [case(0, "rome", texts=1, after=CaseScores(
-        texts=("something else",)))]}, seed=0)  # fmt: skip
+def test_two_runs_of_one_method_are_told_apart_by_run() -> None:
+    other = [case(0, "rome", texts=1, after=CaseScores(texts=("something else",)))]
+    study = build_study({"runs/a": cases("rome"), "runs/b": other}, seed=0)
     assert study.methods == ("rome (runs/a)", "rome (runs/b)")
 
 
-def test_equal_texts_are_left_out() -> None:
+def test_identical_texts_are_left_out() -> None:
     with pytest.raises(BadStudy, match="wrote the same in every case"):
-        draw({"a": cases("rome"), "b": cases("rome")}, seed=0)
+        build_study({"a": cases("rome"), "b": cases("rome")}, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    ("runs", "message"),
     [
         ({"a": [], "b": cases("ft")}, "a has no evaluated case yet"),
         ({"a": cases("rome"), "b": [case(0, "ft", texts=0)]}, "no texts by ft; .*--length"),
         ({"a": cases("rome"), "b": [case(77, "ft")]}, "no case has texts of rome and of ft"),
     ],
 )
-def test_runs_that_cannot_be_compared(runs: Any, said: str) -> None:
-    with pytest.raises(BadStudy, match=said):
-        draw(runs, seed=0)
+def test_runs_that_cannot_be_compared(runs: Any, message: str) -> None:
+    with pytest.raises(BadStudy, match=message):
+        build_study(runs, seed=0)
 
 
-# ---- what the form knows
+# ---- the form
 
 
-def test_the_form_does_not_know_who_wrote_what() -> None:
+def test_the_form_does_not_contain_the_methods() -> None:
     clean = {
         run: [case(i, method, after=CaseScores(texts=(f"{'xy'[run == 'a']} {i}",)))
               for i in range(6)]
         for run, method in (("a", "rome"), ("b", "ft-l"))
     }  # fmt: skip
-    study = draw(clean, seed=123456789)
+    study = build_study(clean, seed=123456789)
     page = form_page(study)
     for secret in (r"\brome", "ft-l", "123456789", "methods", "tiny"):
         assert not re.search(secret, page.casefold())
-    # which of the two is which does not follow from what the form shows, but by its text
+    # both methods occur as the first text
     assert {item["texts"][0][0] for item in form_data(study)["items"]} == {"x", "y"}
 
 
-def test_no_text_can_end_the_script() -> None:
-    page = form_page(draw(RUNS, seed=0), title="<b>a & b</b>")
+def test_a_text_cannot_close_the_script_element() -> None:
+    page = form_page(build_study(RUNS, seed=0), title="<b>a & b</b>")
     assert page.count("</script>") == 2
     assert "<img" not in page
     assert "<title>&lt;b&gt;a &amp; b&lt;/b&gt;</title>" in page
-    held = re.search(r'id="study">(.*?)</script>', page, re.S)
-    assert held
-    assert EVIL in json.loads(held.group(1))["items"][0]["texts"][0]
+    embedded = re.search(r'id="study">(.*?)</script>', page, re.S)
+    assert embedded
+    assert EVIL in json.loads(embedded.group(1))["items"][0]["texts"][0]
 
 
-# ---- what comes back
+# ---- answers
 
 
-def test_sides_are_resolved() -> None:
-    study = draw(RUNS, seed=3)
-    given = [Answers.from_json(sheet(study, name, "ft-l", left)) for left, name in enumerate("xy")]
+def test_votes_go_to_the_method_on_either_side() -> None:
+    study = build_study(RUNS, seed=3)
+    given = [
+        AnswerSheet.from_json(sheet(study, name, "ft-l", left)) for left, name in enumerate("xy")
+    ]
     found = {one.question: one for one in preferences(votes(study, given))}
     assert found["consistent"].wins == (0, 12)
     assert found["fluent"].ties == 12
-    assert found["consistent"].left == 6  # the one saw it there, the other on the right
-    assert sentence(found["consistent"]).startswith("FT+L was called more consistent always")
-    assert "Nobody called either of ROME and FT+L more fluent" in sentence(found["fluent"])
+    assert found["consistent"].left == 6  # one rater saw it on the left, the other on the right
+    assert preference_sentence(found["consistent"]).startswith(
+        "FT+L was rated more consistent in every vote"
+    )
+    assert "No rater found ROME or FT+L more fluent" in preference_sentence(found["fluent"])
 
 
-def test_the_page_shows_texts_as_text() -> None:
-    study = draw(RUNS, seed=3)
-    page = study_page(study, votes(study, [Answers.from_json(sheet(study, "<b>", "rome"))]))
+def test_the_report_escapes_texts() -> None:
+    study = build_study(RUNS, seed=3)
+    page = study_page(study, votes(study, [AnswerSheet.from_json(sheet(study, "<b>", "rome"))]))
     assert EVIL not in page
     assert "&lt;/script&gt;" in page
     assert "6 more" not in page
@@ -189,9 +195,9 @@ def test_the_page_shows_texts_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"kind": "something"}, "does not say that it is one"),
+        ({"kind": "something"}, "its kind is not"),
         ({"kind": "factscope study key"}, "the study's key"),
         ({"rater": "  "}, "the rater is '  '"),
         ({"rater": 3}, "the rater is 3"),
@@ -206,24 +212,24 @@ def test_the_page_shows_texts_as_text() -> None:
         ({"answers": ["x"]}, "not a form's answers"),
     ],
 )
-def test_bad_answers_are_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    study = draw(RUNS, seed=0)
+def test_bad_answers(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    study = build_study(RUNS, seed=0)
     path = tmp_path / "ada.json"
     path.write_text(sheet(study, "Ada", "rome", change=change))
-    with pytest.raises(BadStudy, match=f"ada.json.*{re.escape(said)}"):
+    with pytest.raises(BadStudy, match=f"ada.json.*{re.escape(message)}"):
         read_answers(study, [path])
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "3", "null", '"x"', b"\xff\xfe"])
-def test_files_that_are_no_answers(tmp_path: Path, text: str | bytes) -> None:
+def test_files_that_are_not_answers(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "ada.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadStudy, match=r"ada\.json"):
-        read_answers(draw(RUNS, seed=0), [path])
+        read_answers(build_study(RUNS, seed=0), [path])
 
 
-def test_one_person_counts_once(tmp_path: Path) -> None:
-    study = draw(RUNS, seed=0)
+def test_a_rater_counts_once(tmp_path: Path) -> None:
+    study = build_study(RUNS, seed=0)
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     first.write_text(sheet(study, "Ada  Lovelace", "rome", change={"answers": []}))
     second.write_text(sheet(study, "ada lovelace", "rome"))
@@ -233,18 +239,18 @@ def test_one_person_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind": "factscope study key"}'])
-def test_bad_keys_are_named(text: str) -> None:
+def test_bad_keys(text: str) -> None:
     with pytest.raises(BadStudy, match="not the key of a study"):
         Study.from_json(text)
 
 
-def test_a_changed_key_is_refused() -> None:
-    key = draw(RUNS, seed=0).to_json().replace("opening", "beginning")
+def test_a_changed_key_is_rejected() -> None:
+    key = build_study(RUNS, seed=0).to_json().replace("prompt", "start")
     with pytest.raises(BadStudy, match="the key was changed"):
         Study.from_json(key)
 
 
-# ---- as a user runs it
+# ---- the commands
 
 
 @pytest.fixture
@@ -253,9 +259,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def write_run(name: str, records: list[CaseRecord], **spec: Any) -> None:
-    plain = {"command": "evaluate", "model": "tiny", "data": "everyday", "asking": {"length": 9}}
+    plain = {"command": "evaluate", "model": "tiny", "data": "everyday", "scoring": {"length": 9}}
     weights = spec.pop("weights", "same")
-    folder = RunFolder.begin(Path(name), {**plain, **spec}, {"model_fingerprint": weights})
+    folder = RunFolder.create_or_open(Path(name), {**plain, **spec}, {"model_fingerprint": weights})
     for record in records:
         folder.append(record)
 
@@ -267,7 +273,7 @@ def runs(run: Run) -> Run:
     return run
 
 
-def test_from_runs_to_ratios(runs: Run) -> None:
+def test_build_and_report(runs: Run) -> None:
     made = runs("study", "build", "a", "b", "--out", "s", "--per-rater", 4)
     assert made.code == 0, made.err
     assert "5 pairs of texts on 5 cases" in made.out
@@ -278,16 +284,16 @@ def test_from_runs_to_ratios(runs: Run) -> None:
         Path(f"{name}.json").write_text(sheet(study, name, winner))
     done = runs("study", "report", "x.json", "y.json", "z.json", "--key", "s/key.json")
     assert done.code == 0, done.err
-    assert "ROME was called more consistent 2.0 times as often as FT+L" in done.out
+    assert "ROME was rated more consistent 2.0 times as often as FT+L" in done.out
     assert "10 votes against 5" in done.out
     written = {path.name for path in Path("s/report").iterdir()}
     assert {"index.html", "preferences.csv", "preferences.png", "preferences.pdf"} <= written
     found = runs("study", "report", "x.json", "-k", "s/key.json", "-o", "r", "--json")
-    told = json.loads(found.out)["preferences"]
-    assert told[0]["wins"] == [5, 0]
-    assert told[0]["ratio"] is None
-    assert told[0]["ratio_interval"][1] is None
-    assert told[1]["share"] is None
+    values = json.loads(found.out)["preferences"]
+    assert values[0]["wins"] == [5, 0]
+    assert values[0]["ratio"] is None
+    assert values[0]["ratio_interval"][1] is None
+    assert values[1]["fraction"] is None
 
 
 def test_a_key_is_not_overwritten(runs: Run) -> None:
@@ -300,16 +306,16 @@ def test_a_key_is_not_overwritten(runs: Run) -> None:
     assert "the key of another study" in other.err
     assert Path("study/key.json").read_text() == key
     fresh = [json.loads(runs("study", "build", "a", "b", "-o", o, "--json").out) for o in "xy"]
-    assert fresh[0]["study"] != fresh[1]["study"]  # a secret seed each time
+    assert fresh[0]["study"] != fresh[1]["study"]  # the default seed is random
 
 
 @pytest.mark.parametrize(
-    ("records", "spec", "said"),
+    ("records", "spec", "message"),
     [
         (cases("ft-l"), {"model": "other"}, "model is 'tiny' in the one and 'other'"),
         (cases("ft-l"), {"data": "zsre"}, "data is 'everyday'"),
         (cases("ft-l"), {"data_sha256": "0"}, "data_sha256"),
-        (cases("ft-l"), {"asking": {"length": 10}}, "asking is"),
+        (cases("ft-l"), {"scoring": {"length": 10}}, "scoring is"),
         (cases("ft-l"), {"weights": "others"}, "different weights (same and others)"),
         (cases("ft-l"), {"command": "trace"}, "is a run of trace"),
         ([], {}, "c has no evaluated case yet"),
@@ -317,21 +323,21 @@ def test_a_key_is_not_overwritten(runs: Run) -> None:
         ([case(77, "ft-l")], {}, "no case has texts"),
     ],
 )
-def test_runs_that_do_not_belong_together(
-    runs: Run, records: list[CaseRecord], spec: dict[str, Any], said: str
+def test_runs_with_different_settings(
+    runs: Run, records: list[CaseRecord], spec: dict[str, Any], message: str
 ) -> None:
     write_run("c", records, **spec)
     done = runs("study", "build", "a", "c")
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert "Traceback" not in done.err
     assert not Path("study").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (("build", "a", "nowhere"), "nowhere is not a run's folder"),
+        (("build", "a", "nowhere"), "nowhere is not a run folder"),
         (("build", "a", "a"), "given twice"),
         (("report", "x.json"), "study/key.json cannot be read"),
         (("report", "nothing.json", "--key", "s/key.json"), "nothing.json cannot be read"),
@@ -340,13 +346,13 @@ def test_runs_that_do_not_belong_together(
         (("build", "a", "b", "--out", "a/spec.toml"), "cannot write"),
     ],
 )
-def test_bad_words_are_one_message(runs: Run, words: tuple[str, ...], said: str) -> None:
+def test_bad_arguments_give_one_message(runs: Run, words: tuple[str, ...], message: str) -> None:
     assert runs("study", "build", "a", "b", "--out", "s").code == 0
     study = Study.from_json(Path("s/key.json").read_text("utf-8"))
     Path("empty.json").write_text(sheet(study, "Ada", None, change={"answers": []}))
     done = runs("study", *words)
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert not Path("s/report").exists()
 
 
@@ -354,7 +360,7 @@ def test_bad_words_are_one_message(runs: Run, words: tuple[str, ...], said: str)
 
 
 def wait_for(path: Path) -> None:
-    """Until the download is there, whole."""
+    """Wait until the download is complete."""
     for _ in range(2400):
         if path.is_file() and path.stat().st_size:
             return
@@ -376,7 +382,7 @@ def click(chrome: Chrome, place: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_form_is_filled_in_and_counted(runs: Run, tmp_path: Path, width: int) -> None:
+def test_the_form_in_a_browser(runs: Run, tmp_path: Path, width: int) -> None:
     assert runs("study", "build", "a", "b", "--out", "s").code == 0
     study = Study.from_json(Path("s/key.json").read_text("utf-8"))
     writer = {t: m for item in study.items for t, m in zip(item.texts, item.methods, strict=True)}
@@ -393,14 +399,14 @@ def test_a_form_is_filled_in_and_counted(runs: Run, tmp_path: Path, width: int) 
             assert EVIL in str(left)
             seen.append(shown(chrome, "statement"))
             at_left = writer[str(left)] == "rome"
-            if number == 0:  # by hand; ROME agrees better, both read alike
+            if number == 0:  # by mouse; ROME is more consistent, both equally fluent
                 side = "left" if at_left else "right"
                 click(chrome, f"#consistent input[value={side}] + span")
                 click(chrome, "#fluent input[value=same] + span")
                 click(chrome, "#next")
-            elif number < 4:  # by keyboard; FT+L is the more fluent
+            elif number < 4:  # by keyboard; FT+L is more fluent
                 press(chrome, "1" if at_left else "3", "6" if at_left else "4", Keys.ENTER)
-            else:  # back and forth; the page is loaded anew in the middle; one question left out
+            else:  # back and forth, with a reload; one question is skipped
                 press(chrome, Keys.BACKSPACE)
                 assert shown(chrome, "statement") == seen[3]
                 assert chrome.find_elements(By.CSS_SELECTOR, "#pair input:checked")
@@ -429,8 +435,8 @@ def test_a_form_is_filled_in_and_counted(runs: Run, tmp_path: Path, width: int) 
     assert (fluent["wins"], fluent["ties"]) == ([0, 3], 1)
 
 
-def test_order_and_sides_differ_from_person_to_person(tmp_path: Path) -> None:
-    study = draw({"a": cases("rome", 30), "b": cases("ft-l", 30)}, seed=0, per_rater=10)
+def test_order_and_sides_differ_between_raters(tmp_path: Path) -> None:
+    study = build_study({"a": cases("rome", 30), "b": cases("ft-l", 30)}, seed=0, per_rater=10)
     form = tmp_path / "form.html"
     form.write_text(form_page(study), "utf-8")
     orders, lefts = set(), []

@@ -15,8 +15,8 @@ from factscope.cli.options import Json
 from factscope.cli.show import doing, notes, print_json, progress, results
 
 if TYPE_CHECKING:
-    from factscope.extras.counterfact_builder.build import Entry, FindHolders, Tables
-    from factscope.extras.counterfact_builder.composition import Item
+    from factscope.extras.counterfact_builder.build import FindSubjects, KnowledgeTuple, Tables
+    from factscope.extras.counterfact_builder.composition import CompositionRow
 
 __all__ = ["build_counterfact", "show_composition"]
 
@@ -46,36 +46,36 @@ def build_counterfact(
     json: Json = False,
 ) -> None:
     """Build counterfactuals as the paper does (App. D), from a table of facts and patterns."""
-    from factscope.data.readers import read_table
+    from factscope.data.readers import read_relation_table
     from factscope.errors import BadFact, BadSetting
     from factscope.extras.counterfact_builder import articles, build
 
     if references is not None and text is None:
         raise BadSetting("--references needs --text, the articles to take them from")
-    table = read_table(facts)
-    usable = build.relations_of(table, read_table(patterns), _wanted(relations, table))
+    table = read_relation_table(facts)
+    usable = build.usable_relations(table, read_relation_table(patterns), _wanted(relations, table))
     for problem in usable.problems:
         notes.print(problem, soft_wrap=True)
     with doing("reading the text"):
         texts = () if text is None else articles.read_articles(text)
-        sentences = articles.sentences(texts)
-    find = _asking() if wikidata else build.in_the_table
-    entries = build.entries(usable.usable, seed)
+        sentences = articles.plain_sentences(texts)
+    find = _asking() if wikidata else build.subjects_in_table
+    entries = build.knowledge_tuples(usable.usable, seed)
     without = sum(len(relation.pairs) for relation in usable.usable) - len(entries)
     if without:
         notes.print(f"{without} facts left out: every object of their relation is true of them")
     total = len(entries) if full or limit is None else min(limit, len(entries))
     with progress("building", total) as done:
         each = _counted(entries, done)
-        made = build.records(each, sentences=sentences, find=find, full=full)
+        made = build.build_records(each, sentences=sentences, find=find, full=full)
         records = list(islice(made, limit))
     if not records:
         raise BadFact("no record can be built; each needs an object that is false of its subject")
     summary: dict[str, Any] = {"file": str(out), "problems": list(usable.problems)}
     summary["without_counterfactual"] = without
     if references is not None:
-        named = articles.by_entity(texts)
-        found = build.references(records, usable.usable, named, find)
+        named = articles.articles_by_entity(texts)
+        found = build.build_references(records, usable.usable, named, find)
         _write(references, found)
         summary |= {"references": str(references), "covered": _covered(records, found)}
     _write(out, records)
@@ -90,7 +90,9 @@ def show_composition(
     _report(file, {"file": str(file)}, json)
 
 
-def _counted(entries: "Iterable[Entry]", done: Callable[[int], None]) -> "Iterator[Entry]":
+def _counted(
+    entries: "Iterable[KnowledgeTuple]", done: Callable[[int], None]
+) -> "Iterator[KnowledgeTuple]":
     for entry in entries:
         done(1)
         yield entry
@@ -107,21 +109,25 @@ def _wanted(relations: str | None, table: "Tables") -> list[str]:
     return [name.strip() for name in relations.split(",") if name.strip()]
 
 
-def _asking() -> "FindHolders":
+def _asking() -> "FindSubjects":
     """Wikidata's answer, or the table's where it has none; each object is asked for once."""
-    from factscope.extras.counterfact_builder.build import Holders, Relation, in_the_table
+    from factscope.extras.counterfact_builder.build import (
+        Relation,
+        SubjectsWithObject,
+        subjects_in_table,
+    )
     from factscope.extras.counterfact_builder.wikidata import Wikidata
     from factscope.io import cache_folder
 
     service = Wikidata(cache_folder() / "wikidata")
 
     @cache
-    def ask(name: str, target: str) -> Holders:
-        return service.holders(name, target)
+    def ask(name: str, target: str) -> SubjectsWithObject:
+        return service.subjects(name, target)
 
-    def find(relation: Relation, target: str) -> Holders:
+    def find(relation: Relation, target: str) -> SubjectsWithObject:
         found = ask(relation.name, target)
-        return found if found.names else in_the_table(relation, target)
+        return found if found.subjects else subjects_in_table(relation, target)
 
     return find
 
@@ -159,7 +165,7 @@ def _report(file: Path, summary: dict[str, Any], json: bool) -> None:
     results.print(str(file), soft_wrap=True)
 
 
-def _print_items(items: "Sequence[Item]") -> None:
+def _print_items(items: "Sequence[CompositionRow]") -> None:
     from rich import box
     from rich.table import Table
 

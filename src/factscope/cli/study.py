@@ -50,11 +50,11 @@ def build(
     """
     import secrets
 
-    from factscope.extras.study.pairs import draw
+    from factscope.extras.study.pairs import build_study
     from factscope.report.studies import form_page
 
     records = {name: run.case_records() for name, run in _comparable([run_a, run_b]).items()}
-    made = draw(
+    made = build_study(
         records, cases=cases, unedited=unedited, per_rater=per_rater,
         seed=secrets.randbits(64) if seed is None else seed,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def report(
     """Count whom people chose: ratios with 95 % intervals, a figure and a page; needs no model."""
     from factscope.analysis.preferences import preferences
     from factscope.extras.study.answers import read_answers, votes
-    from factscope.report.studies import preference_table, sentence, write_study_report
+    from factscope.report.studies import preference_table, preference_sentence, write_study_report
     from factscope.report.tables import as_markdown
 
     of = _read_key(key)
@@ -111,7 +111,7 @@ def report(
         return
     results.print(as_markdown(preference_table(found)), soft_wrap=True)
     for one in found:
-        results.print(sentence(one))
+        results.print(preference_sentence(one))
     results.print(f"{len(written)} files; open {folder / 'index.html'}", soft_wrap=True)
 
 
@@ -119,7 +119,7 @@ def _comparable(paths: list[Path]) -> "dict[str, RunFolder]":
     """The runs by name, if texts of them can be compared."""
     import json
 
-    from factscope.extras.study.pairs import must_be_comparable
+    from factscope.extras.study.pairs import check_comparable
     from factscope.runs.folder import RunFolder
 
     if paths[0].resolve() == paths[1].resolve():
@@ -128,7 +128,7 @@ def _comparable(paths: list[Path]) -> "dict[str, RunFolder]":
     for name, run in runs.items():
         if run.command != "evaluate":
             raise BadStudy(f"{name} is a run of {run.command}; `factscope evaluate` writes texts")
-    must_be_comparable({name: run.spec() for name, run in runs.items()})
+    check_comparable({name: run.spec() for name, run in runs.items()})
     weights = [
         json.loads((path / "info.json").read_text("utf-8")).get("model_fingerprint")
         for path in paths
@@ -181,9 +181,9 @@ def preference_values(one: "Preference") -> dict[str, Any]:
     return {
         "question": one.question, "pair": list(one.pair), "wins": list(one.wins),
         "ties": one.ties, "ratio": plain[0], "ratio_interval": plain[1:],
-        "share": one.share if one.votes else None,
+        "fraction": one.fraction if one.votes else None,
         "share_interval": [one.interval.low, one.interval.high],
-        "independent_interval": [one.independent.low, one.independent.high],
+        "independent_interval": [one.independent_interval.low, one.independent_interval.high],
         "effective_votes": one.effective, "left": one.left, "raters": one.raters,
         "cases": one.cases, "agreement": one.agreement,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A collection of text as articles: sentences to draw from, and whom an article is about."""
+"""Articles from a text file: plain sentences, and the articles about an entity."""
 
 import re
 from collections import defaultdict
@@ -8,68 +8,68 @@ from pathlib import Path
 from factscope.data.readers import read_text
 from factscope.errors import BadFact
 
-__all__ = ["about", "by_entity", "read_articles", "sentences"]
+__all__ = ["article_names", "articles_by_entity", "plain_sentences", "read_articles"]
 
 WORDS = range(5, 21)
-"""How many words a sentence may have that is put before a prompt."""
+"""Number of words of a plain sentence."""
 PLAIN = re.compile(r"[A-Z][a-z]*[,;]?( [\w'’,;-]+)*\.")
-"""A sentence of words only: no brackets, quotation marks, headings or left-over mark-up."""
-END = re.compile(r"(?<=[a-z]{3}[.!?])\s+(?=[A-Z])")
-"""Between sentences; initials and most abbreviations are shorter than three letters."""
-POINTING = frozenset({
+"""Words only: no brackets, quotation marks, headings or mark-up."""
+SENTENCE_END = re.compile(r"(?<=[a-z]{3}[.!?])\s+(?=[A-Z])")
+"""Initials and most abbreviations have fewer than three letters."""
+PRONOUNS = frozenset({
     "i", "me", "my", "we", "us", "our", "you", "your", "he", "him", "his", "she", "her", "hers",
     "they", "them", "their", "it", "its", "this", "that", "these", "those", "such",
 })  # fmt: skip
-"""Words for somebody or something named before, who might be taken for the subject."""
-LINKS = ("see also", "external links", "retrieved", "isbn", "edition")
-HEAD = re.compile(
+"""They could be taken to refer to the subject of the prompt."""
+REFERENCES = ("see also", "external links", "retrieved", "isbn", "edition")
+END_OF_NAME = re.compile(
     r"(?P<comma>,)|;|:|\.(?=\s|$)|\s\(|\s-\s|\s(?:is|was|are|were|refers|has|had)\s|$"
 )
-"""Where the first words of an article stop naming its subject."""
+"""What follows the entity's name at the start of an article."""
 TITLES = re.compile(r"(?:(?:The|A|An|Sir|Dame|Lord|Saint|St|King|Queen|Pope|Emperor|Dr)\.? )+")
-LONGEST = 80
-"""Characters in a name, at most."""
+MAX_NAME = 80
+"""Characters."""
 
 
 def read_articles(path: Path) -> tuple[str, ...]:
-    """The articles of a text file, plain or .gz, with a blank line between them."""
+    """The articles of a text file, plain or .gz, separated by blank lines."""
     articles = (part.strip() for part in re.split(r"\n\s*\n", read_text(path)))
     found = tuple(article for article in articles if article)
     if not found:
-        raise BadFact(f"{path} is empty; give articles with a blank line between them")
+        raise BadFact(f"{path} is empty; give articles separated by blank lines")
     return found
 
 
-def sentences(articles: Iterable[str]) -> tuple[str, ...]:
-    """The plain sentences of moderate length that stand by themselves, each once."""
+def plain_sentences(articles: Iterable[str]) -> tuple[str, ...]:
+    """The distinct sentences of moderate length that make sense on their own."""
     lines = (line for article in articles for line in article.split("\n"))
-    every = (part for line in lines for part in END.split(line))
-    return tuple(dict.fromkeys(filter(_is_plain, every)))
+    sentences = (part for line in lines for part in SENTENCE_END.split(line))
+    return tuple(dict.fromkeys(filter(_is_plain, sentences)))
 
 
 def _is_plain(sentence: str) -> bool:
     words = [word.strip(",;.") for word in sentence.casefold().split()]
     if len(words) not in WORDS or not PLAIN.fullmatch(sentence) or len(words[-1]) < 4:
         return False
-    return POINTING.isdisjoint(words) and not any(link in sentence.casefold() for link in LINKS)
+    return PRONOUNS.isdisjoint(words) and not any(r in sentence.casefold() for r in REFERENCES)
 
 
-def about(article: str) -> frozenset[str]:
-    """The names that an article may go by: its first line's, or those before its first verb."""
+def article_names(article: str) -> frozenset[str]:
+    """Possible names of the entity: the first line, and the words before its verb or comma."""
     line = article.split("\n", 1)[0]
-    end = HEAD.search(line)
+    end = END_OF_NAME.search(line)
     head = line[: end.start() if end else None].strip()
     name = TITLES.sub("", head, count=1)
-    # "Adam Smith, FRSE" is a name; "Australia, New Zealand and" begins a list.
-    listed = end is not None and end["comma"] and " " not in name
-    names = {line.strip()} if listed else {line.strip(), head, name}
-    return frozenset(name for name in names if 0 < len(name) <= LONGEST)
+    # "Adam Smith, FRSE" is a name, but "Australia, New Zealand and" starts a list.
+    is_list = end is not None and end["comma"] and " " not in name
+    names = {line.strip()} if is_list else {line.strip(), head, name}
+    return frozenset(name for name in names if 0 < len(name) <= MAX_NAME)
 
 
-def by_entity(articles: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Name → the articles about it."""
+def articles_by_entity(articles: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Name → the articles about that entity."""
     found: dict[str, list[str]] = defaultdict(list)
     for article in articles:
-        for name in about(article):
+        for name in article_names(article):
             found[name].append(article)
     return {name: tuple(texts) for name, texts in found.items()}

@@ -1,10 +1,12 @@
-"""A set like CounterFact from a table of facts and patterns (paper, App. D).
+"""Build a data set like CounterFact from a table of facts and patterns (paper, App. D).
 
-Each tuple (s, r, o) becomes one record: a rewrite prompt from the relation's templates and a new
-object o*; two paraphrases; neighbours, which share o; attribute prompts, of subjects that have o*;
-openings. Every tuple draws from a generator of its own, seeded by the seed and the tuple, and the
-set is in the order of each one's first draw. So a record does not depend on which others are
-built, and a limited set is the beginning of the whole one.
+Each tuple (s, r, o) gives one record: a prompt from the relation's templates and a new object o*;
+two paraphrases; neighbourhood prompts about subjects that share o; attribute prompts about subjects
+that have o*; generation prompts.
+
+Every tuple has its own random generator, seeded by the seed and the tuple, and the data set is
+sorted by each generator's first number. So a record does not depend on which others are built, and
+a limited data set is the beginning of the whole one.
 """
 
 import random
@@ -13,27 +15,27 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
-from factscope.data.readers import neutral_sentences, openings, prompt_of
+from factscope.data.readers import generation_templates, neutral_sentences, pararel_prompt
 from factscope.errors import BadFact, BadSetting
-from factscope.facts import PLACE
+from factscope.facts import SUBJECT_SLOT
 
 __all__ = [
     "COUNTERFACT",
-    "Entry",
-    "FindHolders",
-    "Holders",
+    "FindSubjects",
+    "KnowledgeTuple",
     "Relation",
     "Relations",
+    "SubjectsWithObject",
     "Tables",
-    "entries",
-    "in_the_table",
-    "record",
-    "records",
-    "references",
-    "relations_of",
+    "build_record",
+    "build_records",
+    "build_references",
+    "knowledge_tuples",
+    "subjects_in_table",
+    "usable_relations",
 ]
 
 COUNTERFACT = (
@@ -41,27 +43,25 @@ COUNTERFACT = (
     "P127", "P131", "P136", "P138", "P140", "P159", "P176", "P178", "P190", "P264", "P276", "P364",
     "P407", "P413", "P449", "P463", "P495", "P641", "P740", "P937", "P1303", "P1412",
 )  # fmt: skip
-"""The relations of the paper's set: mostly those in which a subject has one object."""
+"""The relations of the paper's data set: in most of them a subject has one object."""
 PARAPHRASES = 2
 PROMPTS = 10
-"""Neighbours, attribute prompts and openings of a record."""
-TEXTS = 10
-"""Reference texts of an object, at most."""
-LOOK_AT = 50
-"""Sentences that are looked at to find one that is unrelated."""
+"""Number of neighbourhood, attribute and generation prompts of a record."""
+REFERENCE_TEXTS = 10
+"""Maximum number of reference texts of an object."""
+SENTENCE_SAMPLE = 50
+"""Number of sentences among which unrelated ones are searched."""
+
+Tables = Mapping[str, Sequence[Any]]
+"""A table of ParaRel: relation → pairs or patterns."""
 
 
-@dataclass(frozen=True)
-class Holders:
-    """The subjects that have an object in a relation, and the object's id where it is known."""
-
-    names: Sequence[str]
-    id: str | None = None
+# ---- relations
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation: its subject–object pairs, each once, and templates that end in the object."""
+    """A relation: its distinct (subject, object) pairs, and templates that end in the object."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -69,7 +69,7 @@ class Relation:
 
     @cached_property
     def frequency(self) -> Counter[str]:
-        """How many subjects have each object."""
+        """Object → number of its subjects."""
         return Counter(target for _, target in self.pairs)
 
     @cached_property
@@ -82,49 +82,37 @@ class Relation:
 
     @cached_property
     def subjects(self) -> dict[str, list[str]]:
-        """Object → the subjects that have it."""
+        """Object → its subjects."""
         found: dict[str, list[str]] = defaultdict(list)
         for subject, target in self.pairs:
             found[target].append(subject)
         return found
 
     def candidates(self, subject: str) -> dict[str, int]:
-        """Objects that would be false of the subject, and how often each occurs."""
+        """The objects that are false for the subject, with their frequencies."""
         false = self.frequency.keys() - self.objects[subject] - {subject}
         return {target: n for target, n in self.frequency.items() if target in false}
 
 
-FindHolders = Callable[[Relation, str], Holders]
-
-
-def in_the_table(relation: Relation, target: str) -> Holders:
-    """The subjects that the table itself gives an object."""
-    return Holders(relation.subjects.get(target, []))
-
-
-Tables = Mapping[str, Sequence[Any]]
-"""ParaRel's tables: relation → pairs, relation → patterns."""
-
-
 @dataclass(frozen=True)
 class Relations:
-    """The relations that can be built from, and what is wrong with the rest of the tables."""
+    """The usable relations of the tables, and messages about the others."""
 
     usable: tuple[Relation, ...]
     problems: tuple[str, ...]
 
 
-def relations_of(facts: Tables, patterns: Tables, wanted: Sequence[str] = ()) -> Relations:
-    """All relations of the tables, or those that are wanted."""
+def usable_relations(facts: Tables, patterns: Tables, wanted: Sequence[str] = ()) -> Relations:
+    """The relations of ParaRel's tables, or only the wanted ones."""
     if not any(facts.values()):
         raise BadFact("the table of facts is empty; it needs relation → [[subject, object], …]")
     unknown = [name for name in wanted if name not in facts]
     if unknown:
-        known = ", ".join(sorted(facts, key=_by_number))
+        known = ", ".join(sorted(facts, key=_property_number))
         raise BadSetting(f"no relation {', '.join(unknown)} in the table of facts; it has {known}")
     usable: list[Relation] = []
     problems: list[str] = []
-    for name in sorted(wanted or facts, key=_by_number):
+    for name in sorted(wanted or facts, key=_property_number):
         pairs, broken = _pairs(facts[name])
         relation = Relation(name, pairs, _templates(patterns.get(name, [])))
         if broken:
@@ -135,37 +123,38 @@ def relations_of(facts: Tables, patterns: Tables, wanted: Sequence[str] = ()) ->
         else:
             usable.append(relation)
     if not usable:
-        raise BadFact(f"no relation can be built from: {'; '.join(problems[:3])}")
+        raise BadFact(f"no usable relation: {'; '.join(problems[:3])}")
     return Relations(tuple(usable), tuple(problems))
 
 
-def _by_number(name: str) -> tuple[int, str]:
+def _property_number(name: str) -> tuple[int, str]:
+    """Sort key: P103 after P19."""
     return (int(name[1:]) if name[1:].isdecimal() else 0, name)
 
 
 def _pairs(rows: Sequence[Any]) -> tuple[tuple[tuple[str, str], ...], int]:
-    """The usable pairs, each once, and how many rows were broken."""
-    good = [
+    """The distinct valid pairs, and the number of invalid rows."""
+    valid = [
         (row[0].strip(), row[1].strip())
         for row in rows
         if isinstance(row, list | tuple)
         and len(row) == 2
-        and all(isinstance(word, str) and word.strip() and PLACE not in word for word in row)
+        and all(isinstance(word, str) and word.strip() and SUBJECT_SLOT not in word for word in row)
     ]
-    return tuple(dict.fromkeys(good)), len(rows) - len(good)
+    return tuple(dict.fromkeys(valid)), len(rows) - len(valid)
 
 
 def _templates(patterns: Sequence[Any]) -> tuple[str, ...]:
-    """The prompts that end where the object goes, tidied, each once."""
-    prompts = (prompt_of(pattern) for pattern in patterns if isinstance(pattern, str))
+    """The distinct prompt templates of the patterns that end in the object."""
+    prompts = (pararel_prompt(pattern) for pattern in patterns if isinstance(pattern, str))
     tidy = (" ".join(prompt.split()).replace(" :", ":") for prompt in prompts if prompt)
-    # "a" or "an" would fit some objects and give others away.
+    # After "a" or "an", the article would rule out some of the objects.
     kept = (prompt for prompt in tidy if prompt.rsplit(" ", 1)[-1] not in ("a", "an"))
     return tuple(dict.fromkeys(prompt[0].upper() + prompt[1:] for prompt in kept))
 
 
 def _problem(relation: Relation) -> str | None:
-    """Why no record can be made of a relation."""
+    """Why a relation cannot be used, or None."""
     if len(relation.templates) < 2:
         return (
             f"{len(relation.templates)} usable patterns; a prompt and its paraphrases need two "
@@ -176,143 +165,171 @@ def _problem(relation: Relation) -> str | None:
     return None
 
 
+# ---- subjects with an object
+
+
 @dataclass(frozen=True)
-class Entry:
-    """A tuple (s, r, o) that can be built from, and its seed."""
+class SubjectsWithObject:
+    """The subjects that have an object in a relation, and the object's Wikidata id if known."""
+
+    subjects: Sequence[str]
+    object_id: str | None = None
+
+
+FindSubjects = Callable[[Relation, str], SubjectsWithObject]
+"""Called with a relation and an object."""
+
+
+def subjects_in_table(relation: Relation, target: str) -> SubjectsWithObject:
+    """The subjects of an object in the table of facts."""
+    return SubjectsWithObject(relation.subjects.get(target, []))
+
+
+# ---- records
+
+
+@dataclass(frozen=True)
+class KnowledgeTuple:
+    """A tuple (s, r, o) from which a record can be built, and the data set's seed."""
 
     relation: Relation
     subject: str
     target: str
     seed: int
 
-    def draws(self) -> random.Random:
-        """The tuple's own generator."""
-        words = (str(self.seed), self.relation.name, self.subject, self.target)
-        return random.Random("\n".join(words))
+    def rng(self) -> random.Random:
+        """A new generator, seeded by the seed and the tuple."""
+        parts = (str(self.seed), self.relation.name, self.subject, self.target)
+        return random.Random("\n".join(parts))
 
 
-def entries(relations: Iterable[Relation], seed: int) -> list[Entry]:
-    """Every tuple for which there is a false object, in the order of the set."""
-    every = [
-        Entry(relation, subject, target, seed)
+def knowledge_tuples(relations: Iterable[Relation], seed: int) -> list[KnowledgeTuple]:
+    """Every tuple for which there is a false object, in the order of the data set."""
+    tuples = [
+        KnowledgeTuple(relation, subject, target, seed)
         for relation in relations
         for subject, target in relation.pairs
         if relation.candidates(subject)
     ]
-    return sorted(every, key=lambda entry: entry.draws().random())
+    return sorted(tuples, key=lambda each: each.rng().random())
 
 
-def records(
-    entries: Iterable[Entry],
+def build_records(
+    tuples: Iterable[KnowledgeTuple],
     *,
     sentences: Sequence[str] = (),
-    find: FindHolders = in_the_table,
+    find: FindSubjects = subjects_in_table,
     full: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The tuples as records, numbered from 0; if `full`, only those with every prompt."""
+    """One record per tuple, numbered from 0; `full` skips those with fewer than ten prompts."""
     number = 0
-    for entry in entries:
-        made = record(entry, number, sentences=sentences, find=find)
-        if not full or _is_full(made):
-            yield made
+    for each in tuples:
+        record = build_record(each, number, sentences=sentences, find=find)
+        counts = len(record["neighborhood_prompts"]), len(record["attribute_prompts"])
+        if not full or counts == (PROMPTS, PROMPTS):
+            yield record
             number += 1
 
 
-def _is_full(made: Mapping[str, Any]) -> bool:
-    return len(made["neighborhood_prompts"]) == len(made["attribute_prompts"]) == PROMPTS
-
-
-def record(
-    entry: Entry,
+def build_record(
+    fact: KnowledgeTuple,
     number: int,
     *,
     sentences: Sequence[str] = (),
-    find: FindHolders = in_the_table,
+    find: FindSubjects = subjects_in_table,
 ) -> dict[str, Any]:
-    """A tuple as CounterFact has it; sentences stand before the paraphrases."""
-    relation, subject, true = entry.relation, entry.subject, entry.target
-    draws = entry.draws()
-    draws.random()  # the order's
-    prompt = draws.choice(relation.templates)
+    """A record in CounterFact's format; the sentences are put before the paraphrases."""
+    relation, subject, true = fact.relation, fact.subject, fact.target
+    rng = fact.rng()
+    rng.random()  # skip the number that sorts the data set
+    prompt = rng.choice(relation.templates)
     candidates = relation.candidates(subject)
-    [new] = draws.choices(list(candidates), list(candidates.values()))
+    [new] = rng.choices(list(candidates), list(candidates.values()))
     with_true, with_new = find(relation, true), find(relation, new)
-    both = {subject} | set(relation.subjects[new]) & set(relation.subjects[true])
-    paraphrases = _paraphrases(draws, entry, prompt)
-    before = _unrelated(draws, sentences, (subject, true, new))
+    # The subject itself, and subjects for which both objects are true.
+    excluded = {subject} | set(relation.subjects[new]) & set(relation.subjects[true])
+    paraphrases = _paraphrases(rng, fact, prompt)
+    leads = _unrelated_sentences(rng, sentences, (subject, true, new))
     return {
         "case_id": number,
         "requested_rewrite": {
             "prompt": prompt,
             "relation_id": relation.name,
-            "target_new": {"str": new, "id": with_new.id},
-            "target_true": {"str": true, "id": with_true.id},
+            "target_new": {"str": new, "id": with_new.object_id},
+            "target_true": {"str": true, "id": with_true.object_id},
             "subject": subject,
         },
-        "paraphrase_prompts": [f"{a} {b}" for a, b in zip(before, paraphrases, strict=True)],
-        "neighborhood_prompts": _prompts(draws, relation, with_true.names, both),
-        "attribute_prompts": _prompts(draws, relation, with_new.names, both),
+        "paraphrase_prompts": [f"{a} {b}" for a, b in zip(leads, paraphrases, strict=True)],
+        "neighborhood_prompts": _prompts(rng, relation, with_true.subjects, excluded),
+        "attribute_prompts": _prompts(rng, relation, with_new.subjects, excluded),
         "generation_prompts": [
-            opening.replace(PLACE, subject)
-            for opening in draws.choices(openings(relation.name), k=PROMPTS)
+            template.replace(SUBJECT_SLOT, subject)
+            for template in rng.choices(generation_templates(relation.name), k=PROMPTS)
         ],
     }
 
 
-def _paraphrases(draws: random.Random, entry: Entry, prompt: str) -> list[str]:
-    """The same asked in other words; where there is one other wording, that one twice."""
-    others = [template for template in entry.relation.templates if template != prompt]
-    chosen = draws.sample(others, PARAPHRASES) if len(others) > 1 else others * PARAPHRASES
-    return [template.replace(PLACE, entry.subject) for template in chosen]
+def _paraphrases(rng: random.Random, fact: KnowledgeTuple, prompt: str) -> list[str]:
+    """The subject in two other templates; in the same one twice if there is only one."""
+    others = [template for template in fact.relation.templates if template != prompt]
+    chosen = rng.sample(others, PARAPHRASES) if len(others) > 1 else others * PARAPHRASES
+    return [template.replace(SUBJECT_SLOT, fact.subject) for template in chosen]
 
 
-def _unrelated(draws: random.Random, given: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Sentences that name none of the words; our own where too few of the given do not."""
-    own = neutral_sentences()
-    drawn = (draws.sample(pool, min(len(pool), LOOK_AT)) for pool in (given, own))
+def _unrelated_sentences(
+    rng: random.Random, sentences: Sequence[str], words: Sequence[str]
+) -> list[str]:
+    """Sentences that contain none of the words; the package's own if too few remain."""
+    pools = (sentences, neutral_sentences())
+    sampled = (rng.sample(pool, min(len(pool), SENTENCE_SAMPLE)) for pool in pools)
     folded = [word.casefold() for word in words]
     unrelated = (
         sentence
-        for sentence in chain.from_iterable(drawn)
+        for sentence in chain.from_iterable(sampled)
         if not any(word in sentence.casefold() for word in folded)
     )
-    return [sentence for sentence, _ in zip(unrelated, range(PARAPHRASES), strict=False)]
+    # Fetching one more can sample the second pool: earlier versions did, and the random numbers
+    # that follow, hence the records of a seed, must not change.
+    return list(islice(unrelated, PARAPHRASES + 1))[:PARAPHRASES]
 
 
 def _prompts(
-    draws: random.Random, relation: Relation, names: Sequence[str], without: set[str]
+    rng: random.Random, relation: Relation, subjects: Sequence[str], excluded: set[str]
 ) -> list[str]:
-    """Ten prompts: of as many subjects as there are, then of the same ones in other words."""
-    others = [name for name in names if name not in without]
-    chosen = draws.sample(others, min(len(others), PROMPTS))
-    wordings = [draws.sample(relation.templates, len(relation.templates)) for _ in chosen]
-    found = [
-        templates[turn].replace(PLACE, name)
-        for turn in range(len(relation.templates))
-        for name, templates in zip(chosen, wordings, strict=True)
+    """Ten prompts: one per subject, then about the same subjects in other templates."""
+    others = [subject for subject in subjects if subject not in excluded]
+    chosen = rng.sample(others, min(len(others), PROMPTS))
+    shuffled = [rng.sample(relation.templates, len(relation.templates)) for _ in chosen]
+    prompts = [
+        templates[i].replace(SUBJECT_SLOT, subject)
+        for i in range(len(relation.templates))
+        for subject, templates in zip(chosen, shuffled, strict=True)
     ]
-    return found[:PROMPTS]
+    return prompts[:PROMPTS]
 
 
-def references(
+# ---- reference texts
+
+
+def build_references(
     records: Iterable[Mapping[str, Any]],
     relations: Iterable[Relation],
     texts: Mapping[str, Sequence[str]],
-    find: FindHolders = in_the_table,
+    find: FindSubjects = subjects_in_table,
 ) -> dict[str, dict[str, list[str]]]:
-    """Relation → new object → texts about subjects that have it; objects without are left out.
+    """Relation → new object → texts about subjects with that object, where there are any.
 
-    A name may be another's as well, so a text must also mention the object.
+    Several entities can share a name, so a text must also mention the object.
     """
     by_name = {relation.name: relation for relation in relations}
-    rewrites = (one["requested_rewrite"] for one in records)
+    rewrites = (record["requested_rewrite"] for record in records)
     wanted = {(rewrite["relation_id"], rewrite["target_new"]["str"]) for rewrite in rewrites}
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
-    for name, target in sorted(wanted, key=lambda pair: (_by_number(pair[0]), pair[1])):
-        holders = find(by_name[name], target).names
-        every = dict.fromkeys(text for holder in holders for text in texts.get(holder, ()))
+    for name, target in sorted(wanted, key=lambda pair: (_property_number(pair[0]), pair[1])):
+        subjects = find(by_name[name], target).subjects
+        distinct = dict.fromkeys(text for subject in subjects for text in texts.get(subject, ()))
         mention = re.compile(rf"(?<!\w){re.escape(target)}(?!\w)", re.IGNORECASE)
-        telling = [text for text in every if mention.search(text)]
-        if telling:
-            found[name][target] = telling[:TEXTS]
+        mentioning = [text for text in distinct if mention.search(text)]
+        if mentioning:
+            found[name][target] = mentioning[:REFERENCE_TEXTS]
     return dict(found)

@@ -1,4 +1,4 @@
-"""What a set of cases consists of, counted as in the paper's Table 2."""
+"""Composition of a data set: distinct items in total, per relation and per record (Table 2)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -6,32 +6,9 @@ from dataclasses import dataclass
 
 from factscope.facts import Case
 
-__all__ = ["Item", "composition"]
+__all__ = ["CompositionRow", "composition"]
 
-
-@dataclass(frozen=True)
-class Item:
-    """One kind of thing, each different one counted once within the whole, a relation, a record."""
-
-    name: str
-    total: int
-    per_relation: float
-    per_record: float
-
-
-def composition(cases: Sequence[Case]) -> tuple[Item, ...]:
-    """The items of the table.
-
-    The paper's numbers come out where objects are the new ones, and statements the rewrite
-    prompts with their subject.
-    """
-    relations = {case.fact.relation for case in cases}
-    each = len(cases) / len(relations) if cases else 0.0
-    records = Item("records", len(cases), each, 1.0 if cases else 0.0)
-    return records, *(_item(name, parts, cases) for name, parts in PARTS.items())
-
-
-PARTS: dict[str, Callable[[Case], Iterable[object]]] = {
+ITEMS: dict[str, Callable[[Case], Iterable[object]]] = {
     "subjects": lambda case: [case.fact.subject],
     "objects": lambda case: [case.fact.target],
     "counterfactual statements": lambda case: [case.fact.text],
@@ -39,19 +16,40 @@ PARTS: dict[str, Callable[[Case], Iterable[object]]] = {
     "neighbourhood prompts": lambda case: case.neighbours,
     "generation prompts": lambda case: case.generations,
 }
-"""An item → what a case has of it."""
+"""Kind of item → the items of a case. As in the paper's numbers, objects are the new ones and
+statements are the prompts with their subject."""
 
 
-def _item(name: str, parts: Callable[[Case], Iterable[object]], cases: Sequence[Case]) -> Item:
+@dataclass(frozen=True)
+class CompositionRow:
+    """Number of distinct items of a kind, and its means over relations and records."""
+
+    name: str
+    total: int
+    per_relation: float
+    per_record: float
+
+
+def composition(cases: Sequence[Case]) -> tuple[CompositionRow, ...]:
+    """The rows of Table 2."""
+    relations = {case.fact.relation for case in cases}
+    per_relation = len(cases) / len(relations) if cases else 0.0
+    records = CompositionRow("records", len(cases), per_relation, 1.0 if cases else 0.0)
+    return records, *(_row(name, items, cases) for name, items in ITEMS.items())
+
+
+def _row(
+    name: str, items: Callable[[Case], Iterable[object]], cases: Sequence[Case]
+) -> CompositionRow:
     by_relation: dict[str | None, set[object]] = defaultdict(set)
-    each: list[int] = []
+    per_record: list[int] = []
     for case in cases:
-        different = set(parts(case))
-        by_relation[case.fact.relation] |= different
-        each.append(len(different))
-    counts = [len(found) for found in by_relation.values()]
+        distinct = set(items(case))
+        by_relation[case.fact.relation] |= distinct
+        per_record.append(len(distinct))
+    per_relation = [len(found) for found in by_relation.values()]
     total = len(set().union(*by_relation.values()))
-    return Item(name, total, _mean(counts), _mean(each))
+    return CompositionRow(name, total, _mean(per_relation), _mean(per_record))
 
 
 def _mean(counts: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""Wikidata: which entities have an object in a relation, by one SPARQL query each."""
+"""Wikidata: the subjects that have an object in a relation, by one SPARQL query each."""
 
 import hashlib
 import http.client
@@ -14,60 +14,57 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factscope.errors import BadSetting, DownloadFailed
-from factscope.extras.counterfact_builder.build import Holders
+from factscope.extras.counterfact_builder.build import SubjectsWithObject
 from factscope.io import write_atomic
 
-__all__ = ["Send", "Wikidata", "query", "send"]
+__all__ = ["Wikidata", "http_get", "sparql_query"]
 
 ENDPOINT = "https://query.wikidata.org/sparql"
-AGENT = "factscope/0.1 (data sets of counterfactuals; Python urllib)"
+USER_AGENT = "factscope/0.1 (data sets of counterfactuals; Python urllib)"
 TIMEOUT = 60
-"""Seconds without an answer after which the service counts as gone."""
+"""Seconds without data after which a request fails."""
 TRIES = 3
-BUSY = (429, 500, 502, 503, 504)
-"""Answers after which it is worth asking again."""
-MOST = 200
-"""Entities that are asked for, of which ten are drawn."""
-
-Send = Callable[[str], bytes]
-"""An address → what is found there."""
+RETRY = (429, 500, 502, 503, 504)
+"""HTTP status codes after which the request is repeated."""
+LIMIT = 200
+"""Number of subjects to request; ten of them are drawn."""
 
 
-def query(relation: str, target: str, most: int = MOST) -> str:
-    """SPARQL for the entities that have the object, found by its English name."""
+def sparql_query(relation: str, target: str, limit: int = LIMIT) -> str:
+    """SPARQL for the subjects that have the object, which is found by its English label."""
     if not re.fullmatch(r"P[1-9]\d*", relation):
         raise BadSetting(f"{relation!r} is not a property of Wikidata, such as P19")
-    # A JSON string is a SPARQL string, but for "\/", which json does not write.
-    name = json.dumps(target, ensure_ascii=False)
+    # A JSON string is a valid SPARQL string, except for "\/", which json does not write.
+    label = json.dumps(target, ensure_ascii=False)
     return (
         "SELECT DISTINCT ?object ?subject ?name WHERE { "
-        f"?object rdfs:label {name}@en . "
+        f"?object rdfs:label {label}@en . "
         f"?subject wdt:{relation} ?object . "
         '?subject rdfs:label ?name . FILTER(LANG(?name) = "en") '
-        f"}} LIMIT {most}"
+        f"}} LIMIT {limit}"
     )
 
 
-def send(address: str) -> bytes:
-    """What is found at an address; asks again where the service is busy."""
+def http_get(url: str) -> bytes:
+    """The response to a request; repeats it if the service is busy."""
     request = urllib.request.Request(
-        address, headers={"User-Agent": AGENT, "Accept": "application/sparql-results+json"}
+        url, headers={"User-Agent": USER_AGENT, "Accept": "application/sparql-results+json"}
     )
-    for left in reversed(range(TRIES)):
+    for tries_left in reversed(range(TRIES)):
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
-            if error.code not in BUSY or not left:
+            if error.code not in RETRY or not tries_left:
                 raise DownloadFailed(
-                    f"Wikidata answered {error.code} {error.reason}; try again later: what it "
-                    "has answered so far is kept"
+                    f"Wikidata answered {error.code} {error.reason}; try again later: the "
+                    "responses so far are cached"
                 ) from error
             wait = error.headers.get("Retry-After", "")
             time.sleep(min(int(wait), TIMEOUT) if wait.isdigit() else 5)
         except (OSError, http.client.HTTPException) as error:
             raise DownloadFailed(
-                f"could not ask Wikidata ({error}); check the network, or leave out --wikidata "
+                f"could not query Wikidata ({error}); check the network, or leave out --wikidata "
                 "to take neighbours from the table"
             ) from error
     raise AssertionError("the last try returns or raises")
@@ -75,31 +72,33 @@ def send(address: str) -> bytes:
 
 @dataclass(frozen=True)
 class Wikidata:
-    """Asks Wikidata; each answer is kept in the folder and not asked for again."""
+    """Queries Wikidata and caches each response in the folder."""
 
     folder: Path
-    send: Send = send
+    get: Callable[[str], bytes] = http_get
+    """Returns the response to a URL."""
 
-    def holders(self, relation: str, target: str) -> Holders:
-        """The entities that have the object, by name, and the object's own id."""
-        asked = query(relation, target)
-        kept = self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
-        if kept.is_file():
-            return _parsed(kept.read_bytes())
-        answer = self.send(f"{ENDPOINT}?{urllib.parse.urlencode({'query': asked})}")
-        found = _parsed(answer)
-        write_atomic(kept, answer)
+    def subjects(self, relation: str, target: str) -> SubjectsWithObject:
+        """The subjects that have the object, by English name."""
+        query = sparql_query(relation, target)
+        path = self.folder / f"{hashlib.sha256(query.encode()).hexdigest()[:32]}.json"
+        if path.is_file():
+            return _parse(path.read_bytes())
+        response = self.get(f"{ENDPOINT}?{urllib.parse.urlencode({'query': query})}")
+        found = _parse(response)
+        write_atomic(path, response)
         return found
 
 
-def _parsed(answer: bytes) -> Holders:
-    """Names in alphabetical order, since Wikidata gives them in any."""
+def _parse(response: bytes) -> SubjectsWithObject:
     try:
-        rows = json.loads(answer)["results"]["bindings"]
+        rows = json.loads(response)["results"]["bindings"]
         names = {row["name"]["value"] for row in rows}
         ids = Counter(row["object"]["value"].rsplit("/", 1)[-1] for row in rows)
     except (ValueError, KeyError, TypeError) as error:
-        shown = answer[:60].decode(errors="replace")
+        shown = response[:60].decode(errors="replace")
         raise DownloadFailed(f"Wikidata's answer cannot be read: {shown!r}; try again") from error
-    likeliest = max(sorted(ids), key=lambda i: ids[i], default=None)
-    return Holders(names=tuple(sorted(names)), id=likeliest)
+    # Several entities can share a label: take the one with the most subjects.
+    most_frequent = max(sorted(ids), key=lambda i: ids[i], default=None)
+    # Sorted, because the order of Wikidata's rows varies.
+    return SubjectsWithObject(subjects=tuple(sorted(names)), object_id=most_frequent)

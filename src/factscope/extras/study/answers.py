@@ -1,6 +1,7 @@
-"""What people answered, as the form gives it back, and whom they thereby chose."""
+"""Answers of the raters, as the form saves them, and the votes that they give."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,56 +9,57 @@ from typing import Any, Literal
 
 from factscope.analysis.preferences import QUESTIONS, Vote
 from factscope.errors import BadStudy
-from factscope.extras.study.pairs import KIND as KEY
-from factscope.extras.study.pairs import Item, Study
+from factscope.extras.study.pairs import KEY_KIND, Item, Study
 
-__all__ = ["ANSWERS", "SAME", "Answer", "Answers", "read_answers", "votes"]
+__all__ = ["ANSWERS_KIND", "SAME", "Answer", "AnswerSheet", "read_answers", "votes"]
 
-ANSWERS = "factscope study answers"
+ANSWERS_KIND = "factscope study answers"
 SAME = "same"
 Choice = Literal[0, 1, "same"]
-"""Which of an item's two texts, or neither."""
+"""One of an item's two texts, or no difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one person said of one pair of texts."""
+    """A rater's answers about one pair of texts."""
 
     item: str
     left: int
-    """Which of the two texts stood on the left, or above."""
+    """The text that was shown on the left, or above: 0 or 1."""
     choices: Mapping[str, Choice]
-    """By question; one that was left out is not there."""
+    """By question, without skipped ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What one person said."""
+class AnswerSheet:
+    """All answers of a rater."""
 
     study: str
     rater: str
     answers: tuple[Answer, ...]
 
     @classmethod
-    def from_json(cls, text: str) -> "Answers":
-        """The answers of a file that the form wrote."""
+    def from_json(cls, text: str) -> "AnswerSheet":
+        """Read the JSON that the form saves."""
         try:
             fields = json.loads(text)
             kind = fields.get("kind")
-            if kind == KEY:
+            if kind == KEY_KIND:
                 raise ValueError("this is the study's key; give it with --key")
-            if kind != ANSWERS:
-                raise ValueError("it does not say that it is one")
+            if kind != ANSWERS_KIND:
+                raise ValueError(f"its kind is not {ANSWERS_KIND!r}")
             rater = fields["rater"]
             if not isinstance(rater, str) or not rater.strip():
                 raise ValueError(f"the rater is {rater!r}")
-            given = tuple(_answer(answer) for answer in fields["answers"])
+            answers = tuple(_answer(answer) for answer in fields["answers"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadStudy(f"not a form's answers ({_said(error)})") from error
-        twice = {answer.item for answer in given if sum(a.item == answer.item for a in given) > 1}
-        if twice:
-            raise BadStudy(f"the pair {min(twice)} is answered twice")
-        return cls(study=str(fields["study"]), rater=" ".join(rater.split()), answers=given)
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise BadStudy(f"not a form's answers ({reason})") from error
+        counts = Counter(answer.item for answer in answers)
+        repeated = [item for item, count in counts.items() if count > 1]
+        if repeated:
+            raise BadStudy(f"the pair {min(repeated)} is answered twice")
+        return cls(study=str(fields["study"]), rater=" ".join(rater.split()), answers=answers)
 
 
 def _answer(fields: Any) -> Answer:
@@ -71,50 +73,44 @@ def _answer(fields: Any) -> Answer:
     return Answer(item=str(fields["item"]), left=left, choices=choices)
 
 
-def _said(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
-
-
-def read_answers(study: Study, paths: Iterable[Path]) -> dict[Path, Answers]:
-    """The answers in these files, each of another person and all to this study."""
-    sheets: dict[Path, Answers] = {}
-    raters: dict[str, Path] = {}
+def read_answers(study: Study, paths: Iterable[Path]) -> dict[Path, AnswerSheet]:
+    """Read the files of all raters of this study; a rater has one file."""
+    sheets: dict[Path, AnswerSheet] = {}
+    file_of: dict[str, Path] = {}
+    known = {item.id for item in study.items}
     for path in dict.fromkeys(paths):
-        sheet = _read(path)
+        sheet = sheets[path] = _read(path)
         if sheet.study != study.id:
             raise BadStudy(
-                f"{path} answers the study {sheet.study!r}, and the key is of {study.id!r}; "
+                f"{path} answers the study {sheet.study!r}, but the key is of {study.id!r}; "
                 "give the key.json that was made together with the form"
             )
-        other = raters.setdefault(sheet.rater.casefold(), path)
+        other = file_of.setdefault(sheet.rater.casefold(), path)
         if other != path:
-            counts = {p: len((sheets.get(p) or sheet).answers) for p in (other, path)}
             raise BadStudy(
-                f"two files are of the rater {sheet.rater!r}: {other} with {counts[other]} pairs "
-                f"and {path} with {counts[path]}; give one of them, or, if these are two people, "
-                'change one\'s "rater"'
+                f"two files are of the rater {sheet.rater!r}: {other} with "
+                f"{len(sheets[other].answers)} pairs and {path} with {len(sheet.answers)}; "
+                'give one of them, or, if these are two people, change one\'s "rater"'
             )
-        sheets[path] = sheet
-        known = {item.id for item in study.items}
         unknown = [answer.item for answer in sheet.answers if answer.item not in known]
         if unknown:
             raise BadStudy(f"{path}: the study has no pair {unknown[0]!r}")
     return sheets
 
 
-def _read(path: Path) -> Answers:
+def _read(path: Path) -> AnswerSheet:
     try:
-        return Answers.from_json(path.read_text("utf-8"))
+        return AnswerSheet.from_json(path.read_text("utf-8"))
     except OSError as error:
         raise BadStudy(f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
-        raise BadStudy(f"{path} is no text; give the JSON that the form wrote") from error
+        raise BadStudy(f"{path} is not a text file; give the JSON that the form saved") from error
     except BadStudy as error:
         raise BadStudy(f"{path}: {error}") from error
 
 
-def votes(study: Study, sheets: Iterable[Answers]) -> list[Vote]:
-    """Whom each person chose, with the sides resolved; by question and pair of methods."""
+def votes(study: Study, sheets: Iterable[AnswerSheet]) -> list[Vote]:
+    """The methods that the raters chose, sorted by question and pair of methods."""
     items = {item.id: item for item in study.items}
     found = [
         _vote(study, items[answer.item], sheet.rater, answer, question)
@@ -122,15 +118,18 @@ def votes(study: Study, sheets: Iterable[Answers]) -> list[Vote]:
         for answer in sheet.answers
         for question in answer.choices
     ]
-    places = study.methods.index
-    return sorted(found, key=lambda v: (QUESTIONS.index(v.question), *map(places, v.pair)))
+    order = study.methods.index
+    return sorted(found, key=lambda v: (QUESTIONS.index(v.question), *map(order, v.pair)))
 
 
 def _vote(study: Study, item: Item, rater: str, answer: Answer, question: str) -> Vote:
     choice = answer.choices[question]
     first, second = sorted(item.methods, key=study.methods.index)
     return Vote(
-        rater=rater, case=item.case, question=question, pair=(first, second),
+        rater=rater,
+        case=item.case,
+        question=question,
+        pair=(first, second),
         chosen=None if choice == SAME else item.methods[int(choice)],
         left=item.methods[answer.left],
-    )  # fmt: skip
+    )
