@@ -1,4 +1,4 @@
-"""Texts written side by side are those that each row would get alone, without a cache."""
+"""Texts generated in a batch equal those of each row alone, without a cache."""
 
 import pytest
 import torch
@@ -22,25 +22,25 @@ def plain(lm, row: list[int], draws: torch.Tensor, k: int) -> list[int]:
     return ids[: len(draws)]
 
 
-@pytest.mark.parametrize("steady", [False, True, "own kernel"])
+@pytest.mark.parametrize("static", [False, True, "own kernel"])
 @pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_rows_of_all_lengths_write_what_each_would_alone(
-    family: str, k: int, steady: bool | str, monkeypatch: pytest.MonkeyPatch
+def test_a_row_in_a_batch_gets_what_it_gets_alone(
+    family: str, k: int, static: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if steady == "own kernel":
-        monkeypatch.setattr("factscope.lm.accel.decode.kernels_here", lambda device: True)
-    monkeypatch.setattr("factscope.lm.generate.FEW", 2)
+    if static == "own kernel":
+        monkeypatch.setattr("factscope.lm.accel.decode.has_kernels", lambda device: True)
+    monkeypatch.setattr("factscope.lm.accel.decode.MIN_STEPS", 2)
     monkeypatch.setattr("factscope.lm.accel.decode.TOLERANCE", {torch.float32: 1e-4})
     lm = text_lm(family)
     rows = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14] * 3, [15, 16, 17, 18]]
     draws = uniform_draws(["a", "b", "c", "d"], 12, seed=3)
-    found = sample_texts(lm, rows, draws, k=k, steady=bool(steady))
+    found = sample_texts(lm, rows, draws, k=k, static=bool(static))
     with torch.no_grad():
         assert found == [plain(lm, row, mine, k) for row, mine in zip(rows, draws, strict=True)]
 
 
-def test_a_row_draws_by_its_name_and_the_seed_alone() -> None:
+def test_draws_depend_on_name_and_seed_only() -> None:
     many = uniform_draws(["a", "b", "c"], 6, seed=1)
     assert torch.equal(uniform_draws(["b"], 6, seed=1)[0], many[1])
     assert not torch.equal(uniform_draws(["b"], 6, seed=2)[0], many[1])
@@ -49,17 +49,17 @@ def test_a_row_draws_by_its_name_and_the_seed_alone() -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    from factscope.lm.generate import _drawn
+    from factscope.lm.generate import _sampled
 
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).expand(20000, -1)
     draws = torch.linspace(0, 1, 20001)[:-1]
-    counts = torch.bincount(_drawn(logits, draws, 3), minlength=4) / 20000
+    counts = torch.bincount(_sampled(logits, draws, 3), minlength=4) / 20000
     wanted = torch.tensor([0.0, 2.0, 1.0]).softmax(-1)
     assert torch.allclose(counts[:3], wanted, atol=1e-3)
     assert counts[3] == 0
 
 
-def test_a_row_that_is_long_enough_already_is_left_as_it_is() -> None:
+def test_a_row_that_is_long_enough_is_cut() -> None:
     lm = text_lm("gpt2")
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11]]
     assert sample_texts(lm, rows, uniform_draws(["a", "b"], 4, seed=0), k=1) == [
@@ -68,31 +68,31 @@ def test_a_row_that_is_long_enough_already_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_neox", "opt", "qwen2", "phi3"])
-def test_steps_are_steady_where_a_family_lets_them_be(
+def test_static_decoding_is_used_where_a_family_allows_it(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else every step of a long text would be launched operation by operation."""
-    from factscope.lm.accel import decode as steady
+    """Otherwise every step of a long text would launch its operations one by one."""
+    from factscope.lm.accel import decode
 
     taken = []
-    steps = steady.steady_steps
+    steps = decode.static_decode
 
-    def watched(*x: object) -> torch.Tensor | None:
-        taken.append(steps(*x))  # pyright: ignore[reportArgumentType]
+    def watched(*x: object, **more: object) -> torch.Tensor | None:
+        taken.append(steps(*x, **more))  # pyright: ignore[reportArgumentType]
         return taken[-1]
 
-    monkeypatch.setattr(steady, "steady_steps", watched)
+    monkeypatch.setattr(decode, "static_decode", watched)
     lm = text_lm(family)
     rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    sample_texts(lm, rows, uniform_draws(["a", "b"], 16, seed=3), k=5, steady=True)
+    sample_texts(lm, rows, uniform_draws(["a", "b"], 16, seed=3), k=5, static=True)
     assert len(taken) == 1
     assert taken[0] is not None
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("position", [0, 5, 31, 32, 40])
-def test_attention_of_the_last_token_is_torchs_own(position: int, key_heads: int) -> None:
-    from factscope.lm.accel.kernels import attend_last
+def test_decode_attention_equals_torch(position: int, key_heads: int) -> None:
+    from factscope.lm.accel.kernels import decode_attention
 
     generator = torch.Generator().manual_seed(0)
 
@@ -104,5 +104,5 @@ def test_attention_of_the_last_token_is_torchs_own(position: int, key_heads: int
         query, keys[:, :, : position + 1], values[:, :, : position + 1], scale=0.3,
         enable_gqa=key_heads < 4,
     ).transpose(1, 2)  # fmt: skip
-    found = attend_last(query, keys, values, torch.tensor([position]), 0.3)
+    found = decode_attention(query, keys, values, torch.tensor([position]), 0.3)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()

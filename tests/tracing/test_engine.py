@@ -34,8 +34,8 @@ def question(lm: LM, number: int) -> CleanAnswer:
         fact=Fact(subject=str(number), prompt="{}"),
         prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
         subject=subject,
-        answer=int(logits.argmax()),
-        clean=logits.softmax(-1).max().item(),
+        answer_id=int(logits.argmax()),
+        probability=logits.softmax(-1).max().item(),
         known=True,
     )
 
@@ -80,9 +80,9 @@ def test_every_kind_and_severed_graph_of_every_family(lm: LM) -> None:
         Corruption(distribution="embedding", samples=2),
         Corruption(replace=True, samples=2),
         Corruption(extra_tokens=2, samples=1),
-        Corruption(stream="paper", seed=1, samples=3),
+        Corruption(rng="paper", seed=1, samples=3),
     ],
-    ids=lambda c: f"{c.distribution} {c.level} {c.replace} {c.extra_tokens} {c.stream}",
+    ids=lambda c: f"{c.distribution} {c.level} {c.replace} {c.extra_tokens} {c.rng}",
 )
 def test_every_corruption_of_every_family(lm: LM, corruption: Corruption) -> None:
     rng = np.random.default_rng(0)
@@ -95,10 +95,12 @@ def test_every_corruption_of_every_family(lm: LM, corruption: Corruption) -> Non
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "gptj"])
-@pytest.mark.parametrize(("window", "alignment"), [(1, "text"), (2, "code"), (10, "text")])
+@pytest.mark.parametrize(
+    ("window", "alignment"), [(1, "paper_text"), (2, "paper_code"), (10, "paper_text")]
+)
 def test_windows_of_any_width(family: str, window: int, alignment: str) -> None:
     lm = tiny(family)
-    settings = replace(SETTINGS, window=window, alignment=alignment, kinds=("mlp", "attn"))
+    settings = replace(SETTINGS, window=window, window_alignment=alignment, kinds=("mlp", "attn"))
     q = question(lm, 1)
     [record] = trace_batch(lm, [q], settings, SCALE, Budget(2**30))
     assert_same(lm, record, plain(lm, q, settings), settings)
@@ -107,7 +109,7 @@ def test_windows_of_any_width(family: str, window: int, alignment: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "opt"])
 def test_severing_every_token(family: str) -> None:
     lm = tiny(family)
-    settings = replace(SETTINGS, kinds=("states",), sever=("mlp", "attn"), sever_at="every")
+    settings = replace(SETTINGS, kinds=("states",), sever=("mlp", "attn"), freeze_at="all")
     q = question(lm, 0)
     [record] = trace_batch(lm, [q], settings, SCALE, Budget(2**30))
     assert_same(lm, record, plain(lm, q, settings), settings)
@@ -118,7 +120,7 @@ def test_severing_at_the_last_subject_token_alone(lm: LM) -> None:
     q = question(lm, 1)
     [whole] = trace_batch(lm, [q], everywhere, SCALE, Budget(2**30))
     [one] = trace_batch(
-        lm, [q], replace(everywhere, sever_rows="last_subject"), SCALE, Budget(2**30)
+        lm, [q], replace(everywhere, sever_tokens="last_subject"), SCALE, Budget(2**30)
     )
     last = q.subject[1] - 1
     np.testing.assert_allclose(
@@ -160,16 +162,16 @@ def test_every_family_of_the_table_is_tested() -> None:
     assert {kind for kind, _ in TINY.values()} == set(FAMILIES)
 
 
-def test_strands_hold_every_stretch_once_and_are_nearly_full() -> None:
-    stretches = [
+def test_packed_rows_hold_every_segment_once_and_are_nearly_full() -> None:
+    segments = [
         Segment(clean=0, row=row, start=start, stop=12, answer=0)
         for row in (1, 2)
         for start in range(12)
     ]
-    strands = pack_segments(stretches, alone=False)
-    assert sorted((s.row, s.start) for held in strands for s in held) == sorted(
-        (s.row, s.start) for s in stretches
+    packed = pack_segments(segments)
+    assert sorted((s.row, s.start) for held in packed for s in held) == sorted(
+        (s.row, s.start) for s in segments
     )
-    assert all(len({s.row for s in held}) == 1 for held in strands)
-    widths = [sum(map(len, held)) for held in strands]
+    assert all(len({s.row for s in held}) == 1 for held in packed)
+    widths = [sum(map(len, held)) for held in packed]
     assert sum(widths) / (max(widths) * len(widths)) > 0.9

@@ -1,13 +1,16 @@
-"""Attention for short rows says what the library's own does; its kernels run by interpretation."""
+"""Suffix attention equals torch's attention; the kernels run in triton's interpreter."""
 
 import pytest
 import torch
 
 from factscope.editing.contexts import edit_request
-from factscope.editing.value_search import prepare_search
-from factscope.lm.accel import attention as short_attention
+from factscope.editing.value_search import ValueObjective, prepare_search
+from factscope.facts import Fact
+from factscope.lm.accel import attention
 from factscope.lm.accel.attention import _bias
-from factscope.lm.accel.kernels import attend
+from factscope.lm.accel.kernels import suffix_attention
+from factscope.lm.accel.search import _with_suffix_attention
+from factscope.lm.model import LM
 
 from editing_facts import FACTS, FEW, PREFIXES, text_lm
 
@@ -15,7 +18,9 @@ from editing_facts import FACTS, FEW, PREFIXES, text_lm
 @pytest.mark.parametrize("kind", [torch.float32, torch.half], ids=str)
 @pytest.mark.parametrize("boolean", [False, True])
 @pytest.mark.parametrize(("key_heads", "past"), [(4, 0), (4, 5), (2, 40)])
-def test_it_equals_torchs_own(kind: torch.dtype, boolean: bool, key_heads: int, past: int) -> None:
+def test_the_kernel_equals_torch(
+    kind: torch.dtype, boolean: bool, key_heads: int, past: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
@@ -31,59 +36,65 @@ def test_it_equals_torchs_own(kind: torch.dtype, boolean: bool, key_heads: int, 
         query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2),
         attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4,
     ).transpose(1, 2)  # fmt: skip
-    found = attend(query, key, value, past_key, past_value, _bias(mask, kind), 0.3)
+    found = suffix_attention(query, key, value, past_key, past_value, _bias(mask, kind), 0.3)
     tolerance = 2e-3 if kind == torch.half else 1e-6
     assert (found - wanted).abs().max().item() < tolerance * wanted.abs().max().item()
-    slope = torch.randn(wanted.shape, generator=generator)
-    ours, theirs = (torch.autograd.grad(x, new, slope) for x in (found, wanted))
+    gradient = torch.randn(wanted.shape, generator=generator)
+    ours, theirs = (torch.autograd.grad(x, new, gradient) for x in (found, wanted))
     for x, y in zip(ours, theirs, strict=True):
         assert (x - y).abs().max().item() < 3 * tolerance * y.abs().max().item()
 
 
+def objective_of(lm: LM, facts: list[Fact]) -> ValueObjective:
+    requests = [edit_request(lm, fact, PREFIXES[:1]) for fact in facts]
+    prepared = prepare_search(lm, requests, 0, "mlp", "subject-last", FEW)
+    objective = _with_suffix_attention(prepared.objective)
+    assert isinstance(objective, ValueObjective)
+    return objective
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "opt", "gptj", "gemma2"])
-def test_a_search_sees_the_same_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the past apart, for the families that let us; the others keep their own attention."""
+def test_the_value_search_has_the_same_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For families whose attention can be replaced; GPT-J and Gemma 2 keep their own."""
     lm = text_lm(family)
-    asked = [edit_request(lm, fact, PREFIXES[:1]) for fact in FACTS[1:]]
 
     def losses() -> tuple[torch.Tensor, torch.Tensor, bool]:
-        problem = prepare_search(lm, asked, 0, "mlp", "subject-last", FEW).problem
+        objective = objective_of(lm, FACTS[1:])
         delta = torch.full((2, lm.width), 0.05, requires_grad=True)
-        with short_attention.short_attention(problem.hidden.device), torch.enable_grad():
-            found = problem.losses(delta)
-            (slope,) = torch.autograd.grad(found.sum(), delta)
+        with attention.suffix_attention(objective.hidden.device), torch.enable_grad():
+            found = objective.losses(delta)
+            (gradient,) = torch.autograd.grad(found.sum(), delta)
         some = torch.tensor([1])
-        with short_attention.short_attention(problem.hidden.device):
-            fewer = problem.only(some).losses(delta.detach()[some])
+        with attention.suffix_attention(objective.hidden.device):
+            fewer = objective.select(some).losses(delta.detach()[some])
         assert torch.allclose(fewer, found.detach()[some], rtol=1e-5)
-        return found.detach(), slope, problem.apart
+        return found.detach(), gradient, objective.split_past
 
-    wanted, wanted_slope, apart = losses()
-    assert not apart
-    monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
+    expected, expected_gradient, split = losses()
+    assert not split
+    monkeypatch.setattr(attention, "has_kernels", lambda device: True)
     lm.cache.clear()
-    found, slope, apart = losses()
-    assert torch.allclose(found, wanted, rtol=1e-5)
-    assert (slope - wanted_slope).abs().max() < 1e-4 * wanted_slope.abs().max()
-    assert apart == (family not in ("gptj", "gemma2"))
+    found, gradient, split = losses()
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert (gradient - expected_gradient).abs().max() < 1e-4 * expected_gradient.abs().max()
+    assert split == (family not in ("gptj", "gemma2"))
 
 
-def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = text_lm("gpt2")
-    monkeypatch.setattr(short_attention, "kernels_here", lambda device: True)
+    monkeypatch.setattr(attention, "has_kernels", lambda device: True)
 
-    def apart() -> bool:
+    def used() -> bool:
         lm.cache.clear()
-        return prepare_search(
-            lm, [edit_request(lm, FACTS[2])], 0, "mlp", "subject-last", FEW
-        ).problem.apart
+        return objective_of(lm, FACTS[2:]).split_past
 
-    assert apart()
-    monkeypatch.setattr("factscope.lm.accel.kernels.attend", lambda *x: 1.1 * attend(*x))
-    assert not apart()
+    assert used()
+    name = "factscope.lm.accel.kernels.suffix_attention"
+    monkeypatch.setattr(name, lambda *x: 1.1 * suffix_attention(*x))
+    assert not used()
 
     def broken(*x: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("factscope.lm.accel.kernels.attend", broken)
-    assert not apart()
+    monkeypatch.setattr(name, broken)
+    assert not used()

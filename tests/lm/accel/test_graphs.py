@@ -1,72 +1,150 @@
-"""What a recording on a GPU needs, as far as it can be seen without one."""
+"""Captured passes give what eager ones give, and are used for nothing else.
 
-import gc
-import weakref
-from contextlib import nullcontext
+Real graphs are captured in tests/gpu; here a fake one replays on the CPU.
+"""
+
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from factscope.lm.accel.graphs import _captured
+from factscope.lm.accel import graphs
+from factscope.lm.accel.graphs import CACHE, _no_garbage_collection, captured
+from factscope.lm.forward import forward
+from factscope.lm.hooks import hook_outputs
+from factscope.lm.model import LM
 
-
-class Graph:
-    """In the place of a CUDA graph: notes that it was begun and ended."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def capture_begin(self, pool: Any) -> None:
-        self.calls.append("begin")
-
-    def capture_end(self) -> None:
-        self.calls.append("end")
+from editing_facts import text_lm
+from fake_graph import FakeGraph, use_fake_graphs
 
 
-class Ring:
-    """Refers to itself, so that only the garbage collector finds it."""
-
-    def __init__(self) -> None:
-        self.itself = self
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
+    return use_fake_graphs(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return text_lm("gpt2")
 
 
-def test_nothing_is_collected_while_recording() -> None:
-    """A recording that is thrown away meanwhile would spoil the one that is made."""
-    graph = Graph()
-    ring = weakref.ref(Ring())
+def row(*ids: int) -> Tensor:
+    return torch.tensor([ids])
 
-    def function() -> bool:
-        kept = [[] for _ in range(100_000)]  # enough for Python to collect
-        return ring() is not None and len(kept) > 0
 
-    assert _captured(graph, None, function)
-    assert graph.calls == ["begin", "end"]
+def test_the_third_call_is_a_replay(fake: type[FakeGraph]) -> None:
+    lm = text_lm("gpt2")
+
+    def last(ids: Tensor) -> Tensor:
+        return forward(lm, ids).states[-1]
+
+    texts = [row(1, 2, 3), row(4, 5, 6), row(7, 8, 9), row(3, 2, 1)]
+    for i, ids in enumerate(texts):
+        assert torch.equal(captured(lm, "a", last, ids), last(ids))
+        assert fake.replays == max(0, i - 1)
+    captured(lm, "b", last, texts[0])  # another key
+    captured(lm, "a", last, row(1, 2))  # another shape
+    torch.set_float32_matmul_precision("high")
+    try:
+        captured(lm, "a", last, texts[0])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert fake.replays == 2
+    with torch.no_grad():
+        lm.mlp_weight(1).mul_(1.5)  # changed in place: a graph reads the new values
+    assert torch.equal(captured(lm, "a", last, texts[0]), last(texts[0]))
+    assert fake.replays == 3
+    block: Any = lm.blocks[1]
+    block.ln_1.weight = torch.nn.Parameter(2 * block.ln_1.weight)  # at another address
+    assert torch.equal(captured(lm, "a", last, texts[0]), last(texts[0]))
+    assert fake.replays == 3
+
+
+def test_a_hooked_model_is_not_replayed(fake: type[FakeGraph], lm: LM) -> None:
+    lm.cache.clear()
+
+    def last(ids: Tensor) -> Tensor:
+        return forward(lm, ids).states[-1]
+
+    for _ in range(3):
+        captured(lm, "a", last, row(1, 2, 3))
+    assert fake.replays == 1
+    with hook_outputs((lm.mlp_out(1), lambda x: x * 2)):
+        assert torch.equal(captured(lm, "a", last, row(1, 2, 3)), last(row(1, 2, 3)))
+    assert fake.replays == 1
+
+
+def test_a_capture_that_differs_is_not_used(
+    fake: type[FakeGraph], lm: LM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm.cache.clear()
+    calls = 0
+
+    def counts(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + calls
+
+    for i in range(1, 5):
+        assert captured(lm, "a", counts, torch.zeros(2)).tolist() == [i + (i > 2)] * 2
+    assert "not used" in caplog.text
+    assert fake.replays == 0
+    monkeypatch.setattr(graphs, "_memory", lambda device: 0)  # nor one with too large results
+    for _ in range(4):
+        captured(lm, "b", torch.clone, torch.zeros(2))
+    assert fake.replays == 0
+
+
+def test_parts_made_only_during_capture_are_dropped(fake: type[FakeGraph], lm: LM) -> None:
+    """While it is captured, transformers makes a causal mask that it otherwise does without."""
+    lm.cache.clear()
+    calls = 0
+
+    def masked(x: Tensor) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return {"args": [{"mask": None if calls < 3 else x, "other": None}], "out": (2 * x, x)}
+
+    for i in range(1, 5):
+        found = captured(lm, "a", masked, torch.full((2,), i))
+        assert found["args"] == [{"mask": None, "other": None}]
+        assert [x.tolist() for x in found["out"]] == [[2 * i] * 2, [i] * 2]
+    assert fake.replays == 2
+
+    def varying(x: Tensor) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
+        return [x] * (1 if calls % 2 else 2)
+
+    for _ in range(4):
+        captured(lm, "b", varying, torch.zeros(2))
+    assert fake.replays == 2  # other differences are errors
+
+
+def test_the_least_recently_used_pass_is_dropped(
+    fake: type[FakeGraph], lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm.cache.clear()
+    monkeypatch.setattr(graphs, "MAX_PASSES", 2)
+    for key in ("a", "b", "a", "c"):
+        captured(lm, key, torch.clone, torch.zeros(1))
+    assert [key[0] for key in lm.cache[CACHE]] == ["a", "c"]
+
+
+def test_garbage_collection_is_off_during_capture() -> None:
+    import gc
+
+    with _no_garbage_collection():
+        assert not gc.isenabled()
     assert gc.isenabled()
-    gc.collect()
-    assert ring() is None
-
-
-def test_after_an_error_python_collects_again() -> None:
-    graph = Graph()
-
-    def function() -> None:
-        raise RuntimeError("not while recording")
-
-    with pytest.raises(RuntimeError, match="not while"):
-        _captured(graph, None, function)
-    assert graph.calls == ["begin", "end"]
+    with pytest.raises(ZeroDivisionError), _no_garbage_collection():
+        raise ZeroDivisionError
     assert gc.isenabled()
     gc.disable()
     try:
-        _captured(graph, None, lambda: None)
-        assert not gc.isenabled()  # nor is it switched on where it was off
+        with _no_garbage_collection():
+            pass
+        assert not gc.isenabled()  # it stays off where it was off
     finally:
         gc.enable()
