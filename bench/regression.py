@@ -64,7 +64,7 @@ from factscope.stats.text import token_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
-from families import FAMILIES, reader
+from families import FAMILIES, tiny_text_lm
 from tokenizers_ import TEXT
 
 Numbers = dict[str, list[Any] | str]
@@ -203,7 +203,7 @@ def of_family(family: str) -> Numbers:
 
 
 def tiny(family: str) -> LM:
-    return reader(family, spread=0.3)
+    return tiny_text_lm(family, spread=0.3)
 
 
 def edited_by(lm: LM, method: Any) -> Numbers:

@@ -1,4 +1,4 @@
-"""Types and shapes of functions are checked however often a function is defined."""
+"""Types and shapes are checked, also for functions that are defined repeatedly."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from signatures import checked
 
 
 def scaled(by: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function that is defined anew at every call."""
+    """A function that is defined again at every call."""
 
     @jaxtyped(typechecker=checked)
     def product(a: Float[Tensor, "row axis"], b: Float[Tensor, " axis"]) -> Float[Tensor, " row"]:
@@ -22,7 +22,7 @@ def scaled(by: float) -> Callable[[Tensor, Tensor], Tensor]:
     return product
 
 
-def test_each_definition_has_its_own_body_and_the_same_check():
+def test_every_definition_is_checked_and_has_its_own_body():
     a, b = torch.ones(2, 3), torch.ones(3)
     one, two, wrong = scaled(1), scaled(2), scaled(0)
     assert (one(a, b).tolist(), two(a, b).tolist()) == ([3, 3], [6, 6])
@@ -34,7 +34,7 @@ def test_each_definition_has_its_own_body_and_the_same_check():
 
 
 @pytest.mark.parametrize("time", ["first", "second"])
-def test_functions_inside_the_packages_functions_are_checked_each_time(time: str):
+def test_nested_functions_of_the_package_are_checked_every_time(time: str):
     layer = nn.Linear(2, 2)
     with hook_outputs((layer, lambda out: out)):
         [hook] = layer._forward_hooks.values()

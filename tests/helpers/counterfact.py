@@ -6,7 +6,7 @@ PLACES = ("Rome", "Vienna", "Oslo", "Berlin", "Paris", "Madrid")
 
 
 def record(number: int) -> dict[str, Any]:
-    """A case in the original's format."""
+    """A record of CounterFact."""
     true, new = PLACES[number % 5], PLACES[number % 5 + 1]
     subject = f"Tower {number}"
     return {

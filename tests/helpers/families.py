@@ -1,4 +1,4 @@
-"""A tiny random model of every family, small enough to be exact."""
+"""Tiny random models of every family."""
 
 from typing import Any
 
@@ -71,11 +71,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _LLAMA),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 8}),
 }  # fmt: skip
-"""Name → model type and the settings that differ from its defaults."""
+"""Name → model type, and the configuration that differs from its defaults."""
 
 
 class NumberTokenizer:
-    """Tokens that read as their own numbers."""
+    """Decodes every token as its id."""
 
     is_fast = True
     bos_token_id, eos_token_id = 1, 2
@@ -85,7 +85,7 @@ class NumberTokenizer:
 
 
 def tiny_model(family: str, *, vocabulary: int = VOCABULARY, spread: float = 0.2) -> Any:
-    """A model of the family with random weights, large enough that everything matters."""
+    """A model of the family with random weights, large enough for every part to have an effect."""
     kind, settings = FAMILIES[family]
     config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **settings)
     with torch.random.fork_rng():
@@ -97,17 +97,17 @@ def tiny_model(family: str, *, vocabulary: int = VOCABULARY, spread: float = 0.2
     return model.eval().requires_grad_(False)
 
 
-def reader(
+def tiny_text_lm(
     family: str, *, spread: float, style: str | None = None, dtype: torch.dtype = torch.float32
 ) -> LM:
-    """The same as an LM that reads words, by its family's kind of tokenizer if no other is said."""
-    words = tokenizer(style or STYLES[FAMILIES[family][0]])
-    model = tiny_model(family, vocabulary=len(words), spread=spread).to(dtype)
-    return from_model(model, words, name=f"tiny {family}", check=False)
+    """A tiny LM with a trained tokenizer; by default in the style of its family."""
+    tok = tokenizer(style or STYLES[FAMILIES[family][0]])
+    model = tiny_model(family, vocabulary=len(tok), spread=spread).to(dtype)
+    return from_model(model, tok, name=f"tiny {family}", check=False)
 
 
 def tiny(family: str) -> LM:
-    """The same as an LM whose tokens are numbers."""
+    """A tiny LM without a tokenizer of words."""
     model = tiny_model(family)
     return LM(
         model=model, tokenizer=NumberTokenizer(), family=family_of(model), name=f"tiny {family}"

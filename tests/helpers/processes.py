@@ -1,4 +1,4 @@
-"""Processes that a test can kill: each has begun with torch and the package imported."""
+"""Processes that a test can kill; each starts with torch and the package already imported."""
 
 import multiprocessing
 import os
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-__all__ = ["begun"]
+__all__ = ["start_process"]
 
 IMPORTED = ["factscope.cli.main", "factscope.lm.load", "transformers.models.gpt2.modeling_gpt2"]
-"""Once, by a server that has each process as its fork: seconds, for which every test would wait."""
+"""Imported once, by the fork server; importing in each process would take seconds."""
 
 
-def begun(function: Callable[..., None], *words: Any) -> BaseProcess:
-    """A process of its own in which a function of a test file is called, in this environment."""
+def start_process(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Call a function of a test file in a new process, with the current environment."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(IMPORTED)
-    process = server.Process(target=_call, args=(dict(os.environ), function, words), daemon=True)
+    process = server.Process(target=_call, args=(dict(os.environ), function, args), daemon=True)
     process.start()
     return process
 
 
-def _call(environment: dict[str, str], function: Callable[..., None], words: Any) -> None:
+def _call(environment: dict[str, str], function: Callable[..., None], args: Any) -> None:
     os.environ.update(environment)
-    function(*words)
+    function(*args)

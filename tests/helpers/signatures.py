@@ -1,7 +1,7 @@
-"""Types and shapes are checked at every call; the check of a signature is compiled only once.
+"""A type checker for jaxtyping that compiles the check of a signature only once.
 
-jaxtyping has an empty function with the signature of every function checked, also of those that
-are defined inside others, anew each time: of hooks, at every pass through a model.
+jaxtyping passes the type checker an empty function with the signature of each function. For nested
+functions it does so at every definition, for instance for hooks in every forward pass.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _known: dict[tuple[object, ...], Function] = {}
 
 
 def checked(empty: Function) -> Function:
-    """An empty function that refuses arguments of other types than it says."""
+    """The empty function with its arguments checked by beartype."""
     hints = tuple(empty.__annotations__.items())
     signature = (empty.__module__, empty.__qualname__, empty.__code__, hints)
     if signature not in _known:

@@ -1,9 +1,9 @@
-"""Tiny tokenizers of the kinds that the model families use: trained here, offline, always alike.
+"""Tiny tokenizers in the styles of the model families, trained offline and deterministic.
 
     tokenizer("llama")("The Eiffel Tower").tokens()  →  <s> ▁The ▁E i f f el ▁T ow er
 
-Each has the trait that makes its family different: what stands for a space, whether a space is
-put in front, whether BOS is, whether offsets include the space, which regex splits the words.
+They differ as those of the families do: in the character for a space, whether a space or BOS is
+prepended, whether offsets include the space, and the regex that splits words.
 """
 
 import json
@@ -92,7 +92,7 @@ The café on the corner is open; the one in Zürich isn't.
 
 VOCABULARY = 480
 PIECES = 330
-"""Learnt words of a SentencePiece vocabulary, which has 256 bytes besides."""
+"""Learnt tokens of a SentencePiece vocabulary, which also has 256 byte tokens."""
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -111,7 +111,7 @@ def tokenizer(style: str) -> PreTrainedTokenizerFast:
 
 
 def _bytes(special: list[str], pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    """Byte-level BPE: every byte is a letter, Ġ is the space."""
+    """Byte-level BPE; Ġ stands for a space."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre
     made.decoder = decoders.ByteLevel()
@@ -135,7 +135,7 @@ def _split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _gpt2() -> tuple[Tokenizer, dict[str, str]]:
-    """No BOS in front, no padding token; offsets include the space."""
+    """No BOS is prepended, no padding token; offsets include the space."""
     end = "<|endoftext|>"
     made = _bytes([end], pre_tokenizers.ByteLevel(add_prefix_space=False))
     made.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -143,7 +143,7 @@ def _gpt2() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _neox() -> tuple[Tokenizer, dict[str, str]]:
-    """Like GPT-2, but offsets leave the space out."""
+    """Like GPT-2, but offsets exclude the space."""
     end = "<|endoftext|>"
     made = _bytes([end, "<|padding|>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
     made.normalizer = normalizers.NFC()
@@ -152,15 +152,15 @@ def _neox() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _opt() -> tuple[Tokenizer, dict[str, str]]:
-    """Like GPT-2, but </s> stands in front of every text."""
+    """Like GPT-2, but </s> is prepended."""
     end = "</s>"
     made = _bytes(["<s>", "<pad>", end, "<unk>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
-    made.post_processor = _in_front(made, end)
+    made.post_processor = _prepend(made, end)
     return made, {"bos_token": end, "eos_token": end, "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def _bloom() -> tuple[Tokenizer, dict[str, str]]:
-    """Its own regex; a BOS exists but is not put in front."""
+    """Its own regex; there is a BOS, but it is not prepended."""
     made = _bytes(["<unk>", "<s>", "</s>", "<pad>"], _split_then_bytes(BLOOM_SPLIT))
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -168,7 +168,7 @@ def _bloom() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _falcon() -> tuple[Tokenizer, dict[str, str]]:
-    """Punctuation and numbers stand apart; no BOS at all."""
+    """Punctuation and numbers are split off; no BOS."""
     pre = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Punctuation(behavior="contiguous"),
@@ -180,7 +180,7 @@ def _falcon() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _qwen() -> tuple[Tokenizer, dict[str, str]]:
-    """Single digits, NFC, no BOS at all."""
+    """Single digits, NFC, no BOS."""
     end = "<|endoftext|>"
     made = _bytes([end, "<|im_start|>", "<|im_end|>"], _split_then_bytes(QWEN_SPLIT))
     made.normalizer = normalizers.NFC()
@@ -191,10 +191,10 @@ def _qwen() -> tuple[Tokenizer, dict[str, str]]:
 # ---- SentencePiece
 
 
-def _pieces(special: list[str], in_front: str = "first") -> Tokenizer:
-    """BPE over characters with ▁ as the space; what it does not know falls back to bytes."""
+def _pieces(special: list[str], prepend_scheme: str = "first") -> Tokenizer:
+    """BPE over characters with ▁ for a space; unknown characters fall back to bytes."""
     learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=in_front)
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     trainer = trainers.BpeTrainer(vocab_size=PIECES, show_progress=False)
     learner.train_from_iterator(TEXT.splitlines(), trainer)
     learned = json.loads(learner.to_str())["model"]
@@ -214,28 +214,28 @@ def _pieces(special: list[str], in_front: str = "first") -> Tokenizer:
 
 
 def _llama() -> tuple[Tokenizer, dict[str, str]]:
-    """Llama 2: a normalizer writes ▁ in front and for each space; <s> in front; no padding."""
+    """Llama 2: a normalizer prepends ▁ and replaces spaces; <s> is prepended; no padding token."""
     made = _pieces(["<unk>", "<s>", "</s>"])
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     made.decoder = _piece_decoder(strip=True)
-    made.post_processor = _in_front(made, "<s>")
+    made.post_processor = _prepend(made, "<s>")
     return made, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def _metaspace() -> tuple[Tokenizer, dict[str, str]]:
-    """Newer Llama-like files: the same by a pre-tokenizer instead of a normalizer."""
+    """Newer Llama-like files: the same with a pre-tokenizer instead of a normalizer."""
     made = _pieces(["<unk>", "<s>", "</s>"])
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     made.decoder = _piece_decoder(strip=True)
-    made.post_processor = _in_front(made, "<s>")
+    made.post_processor = _prepend(made, "<s>")
     return made, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def _gemma() -> tuple[Tokenizer, dict[str, str]]:
-    """No space is put in front; <bos> is forgotten, as in tokenizers read from a GGUF."""
-    made = _pieces(["<pad>", "<eos>", "<bos>", "<unk>"], in_front="never")
+    """No space is prepended; nor is <bos>, as in tokenizers read from a GGUF."""
+    made = _pieces(["<pad>", "<eos>", "<bos>", "<unk>"], prepend_scheme="never")
     made.normalizer = normalizers.Replace(" ", "▁")
     made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     made.decoder = _piece_decoder(strip=False)
@@ -244,9 +244,9 @@ def _gemma() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _gemma_hub() -> tuple[Tokenizer, dict[str, str]]:
-    """The same with <bos> in front, as the hub has it."""
+    """The same with <bos> prepended, as on the hub."""
     made, special = _gemma()
-    made.post_processor = _in_front(made, "<bos>")
+    made.post_processor = _prepend(made, "<bos>")
     return made, special
 
 
@@ -255,7 +255,7 @@ def _piece_decoder(*, strip: bool) -> decoders.Decoder:
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
 
 
-def _in_front(made: Tokenizer, token: str) -> processors.PostProcessor:
+def _prepend(made: Tokenizer, token: str) -> processors.PostProcessor:
     return processors.TemplateProcessing(
         single=f"{token} $A",
         pair=f"{token} $A {token}:1 $B:1",

@@ -1,4 +1,4 @@
-"""Small wheels."""
+"""Small wheels for pip."""
 
 import zipfile
 from pathlib import Path
@@ -9,7 +9,7 @@ DATA = b"some weights " * 1000
 def make_wheel(
     folder: Path, name: str = "tinymodel", members: dict[str, bytes] | None = None
 ) -> Path:
-    """A wheel that pip accepts, with the given files in it."""
+    """Write a valid wheel with the given files."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-1.0.dist-info"
     files = {

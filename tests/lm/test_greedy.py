@@ -7,12 +7,12 @@ from factscope.lm.generate import generate_greedy
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
-from families import reader
+from families import tiny_text_lm
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> LM:
-    return reader("gpt2", spread=0.2)
+    return tiny_text_lm("gpt2", spread=0.2)
 
 
 TEXTS = (
@@ -43,7 +43,7 @@ def without_cache(lm: LM, text: str, tokens: int) -> list[int]:
 def test_greedy_text_equals_that_without_a_cache(
     family: str, style: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = reader(family, spread=0.2, style=style)
+    lm = tiny_text_lm(family, spread=0.2, style=style)
     assert family != "mistral" or lm.model.config.sliding_window == 4
     monkeypatch.setattr(type(lm.tokenizer), "decode", lambda self, ids: " ".join(map(str, ids)))
     end = lm.tokenizer.eos_token_id
@@ -67,7 +67,7 @@ def test_greedy_text_ends_at_eos(gpt2: LM, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("style", ["gpt2", "llama", "gemma", "opt", "qwen", "bloom"])
 def test_greedy_text_continues_the_prompt(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the tokenizer drops the first space when it decodes the new ids alone."""
-    lm = reader("gpt2", spread=0.2, style=style)
+    lm = tiny_text_lm("gpt2", spread=0.2, style=style)
     wanted = encode(lm, TEXTS[0] + " Paris and").ids[len(encode(lm, TEXTS[0])) :]
 
     def answer(lm: LM, rows: list[tuple[int, ...]], *how: object) -> list[list[int]]:
