@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from factscope.data.readers import read_cases
     from factscope.editing.applied import applied_edits
     from factscope.editing.edit import Edit
-    from factscope.editing.hypernet.train import Training
+    from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
     from factscope.editing.per_row import edited
     from factscope.editing.settings import KN, FineTune, Ke, Memit, Mend, Rome, editor
     from factscope.errors import FactscopeError
@@ -48,8 +48,10 @@ __all__ = [
     "FromCases",
     "FromText",
     "Ke",
+    "KeConfig",
     "Memit",
     "Mend",
+    "MendConfig",
     "Rome",
     "SecondMoment",
     "TraceRecord",
@@ -81,7 +83,7 @@ _HOMES = {
     "factscope.errors": ("FactscopeError",),
     "factscope.evaluation.protocols": ("Evaluation",),
     "factscope.facts": ("Case", "Fact"),
-    "factscope.editing.hypernet.train": ("Training",),
+    "factscope.editing.hypernet.settings": ("KeConfig", "MendConfig", "Training"),
     "factscope.lm.load": ("from_model", "load"),
     "factscope.lm.model": ("LM",),
     "factscope.records": (

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from factscope.editing.contexts import edit_request
-from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.editing.hypernet.gradients import (
     SplitModel,
     TokenBatch,
@@ -14,15 +13,13 @@ from factscope.editing.hypernet.gradients import (
     target_modules,
 )
 from factscope.editing.hypernet.model import Hypernetwork
-from factscope.editing.hypernet.weights import (
-    NETWORKS,
-    HypernetWeights,
-    build_network,
-)
+from factscope.editing.hypernet.settings import KeConfig, MendConfig
+from factscope.editing.hypernet.weights import HypernetWeights, network_for
+from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.facts import Fact
 from factscope.lm.model import LM
 
-from families import reader
+from families import tiny_text_lm
 
 FACTS = [
     Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Rome"),
@@ -30,39 +27,40 @@ FACTS = [
     Fact(subject="Miles Davis", prompt="{} plays the", target="piano"),
 ]
 
-
 EDITORS: dict[str, type[HypernetEditor]] = {"mend": Mend, "ke": Ke}
+
+CONFIGS = {
+    "mend": MendConfig(rank=6, edit_lr=1e-2),
+    "ke": KeConfig(lstm_width=7, condition_width=9, hidden_width=5, edit_lr=1e-2),
+}
 
 
 def small(family: str) -> LM:
-    return reader(family, spread=0.1)
+    return tiny_text_lm(family, spread=0.1)
 
 
-def a_network(lm: LM, method: str, layers: Sequence[int] = (1, 2), spread: float = 0.1) -> Any:
-    """A network nothing of which is as it began, that has seen what is usual."""
-    design: Any = NETWORKS[method][0]
-    places = target_modules(lm, layers)
-    own = {"rank": 6} if method == "mend" else {"lstm": 7, "condition": 9, "hidden": 5}
-    made = build_network(
-        method,
-        design(places=tuple(p.shape for p in places), layers=tuple(layers),
-               width=lm.embed.weight.shape[1], lr=1e-2, **own),
-    )  # fmt: skip
-    halves = SplitModel(lm, places[0].layer)
-    lines = lines_of(lm, FACTS)
-    made.observe(gradient_factors(lm, places, halves, halves.below(lines.ids)[0], lines)[0])
+def make_network(lm: LM, method: str, layers: Sequence[int] = (1, 2), spread: float = 0.1) -> Any:
+    """A network with random parameters and running normalisation over `FACTS`."""
+    split = SplitModel(lm, target_modules(lm, layers))
+    network = network_for(lm, split.targets, CONFIGS[method])
+    network.update_norms(factors_of(split, token_batch(lm, FACTS)))
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.data += spread * torch.randn_like(parameter)
-    return made.eval()
+    return network.eval()
 
 
-def weights_of(lm: LM, network: Hypernetwork, **trained: Any) -> HypernetWeights:
+def weights_of(lm: LM, network: Hypernetwork, **training: Any) -> HypernetWeights:
     return HypernetWeights(
-        network=network, model=lm.name, fingerprint=lm.fingerprint, trained=trained, sha256="none"
+        network=network, model=lm.name, fingerprint=lm.fingerprint, training=training, sha256="none"
     )
 
 
-def lines_of(lm: LM, facts: Sequence[Fact]) -> TokenBatch:
+def token_batch(lm: LM, facts: Sequence[Fact]) -> TokenBatch:
     return TokenBatch.of([edit_request(lm, fact).rows[0] for fact in facts], lm.device)
+
+
+def factors_of(split: SplitModel, batch: TokenBatch) -> Any:
+    """The gradient factors of a batch at every target module."""
+    return gradient_factors(split, split.below(batch.ids)[0], batch)[0]

@@ -1,4 +1,4 @@
-"""The course of a training: each look at the held-out examples, and which was the best."""
+"""The learning curve of a hypernetwork: its evaluations on the validation examples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,44 +13,44 @@ __all__ = ["TrainingCurve"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCurve:
-    """A learned editor's training as far as it has come."""
+    """The evaluations of a training run so far."""
 
     model: str
     data: str
     method: str
-    looks: tuple[TrainingRecord, ...]
+    evaluations: tuple[TrainingRecord, ...]
     spec: Mapping[str, Any]
-    """What was asked for, every setting."""
+    """All settings of the run."""
 
     def __post_init__(self) -> None:
-        if not self.looks:
+        if not self.evaluations:
             raise BadRecord(
-                f"the training of {self.method} on {self.data} has no look at its held-out "
-                "examples yet; the same `factscope train` goes on, and then there is one to report"
+                f"the training of {self.method} on {self.data} has no evaluation yet; resume it "
+                "with the same `factscope train` command"
             )
 
     @classmethod
-    def of(cls, spec: Mapping[str, Any], looks: Sequence[TrainingRecord]) -> "TrainingCurve":
-        """From what a training's folder holds."""
+    def of(cls, spec: Mapping[str, Any], evaluations: Sequence[TrainingRecord]) -> "TrainingCurve":
+        """From the spec and the records of a run folder."""
         try:
             model, data, method = spec["model"], spec["source"]["data"], spec["training"]["method"]
         except KeyError as error:
             raise BadRecord(
-                f"the spec of the training has no {error}; `factscope train --out` writes it"
+                f"the spec of the training run has no {error}; `factscope train --out` writes it"
             ) from error
-        return cls(model=model, data=data, method=method, looks=tuple(looks), spec=spec)
+        return cls(model=model, data=data, method=method, evaluations=tuple(evaluations), spec=spec)
 
     @property
     def best(self) -> TrainingRecord:
-        """The look with the least loss, the first of several: the network of then is kept."""
-        return min(self.looks, key=lambda look: math.inf if math.isnan(look.loss) else look.loss)
+        """The first evaluation with the lowest loss; the weights file holds its network."""
+        return min(self.evaluations, key=lambda e: math.inf if math.isnan(e.loss) else e.loss)
 
     @property
     def steps(self) -> int:
-        """How many steps it took so far."""
-        return self.looks[-1].step
+        """Training steps so far."""
+        return self.evaluations[-1].step
 
     @property
     def minutes(self) -> float:
-        """And how long they took, interruptions not counted."""
-        return self.looks[-1].seconds / 60
+        """Minutes of training so far, without interruptions."""
+        return self.evaluations[-1].seconds / 60

@@ -1,9 +1,5 @@
-"""The report of a training: a table, a figure and a page in one folder, each file whole.
+"""The report of a training run: tables, a figure and a page in one folder."""
 
-A training's looks at its held-out examples as a table, and as plain values for JSON.
-"""
-
-import html
 import math
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,103 +10,106 @@ from factscope.analysis.training import TrainingCurve
 from factscope.io import write_atomic
 from factscope.records import TrainingRecord
 from factscope.report.figures.training import training_figure
-from factscope.report.html import figure_html, numbers_html, page, scrollable, settings_html
+from factscope.report.html import embed_figure, render
 from factscope.report.labels import DATA, editor_name, training_title
 from factscope.report.tables import Cell, Marked, Score, Table, as_csv, as_latex, as_markdown
-from factscope.report.traces import write_figure
+from factscope.report.write import write_figure
 
 __all__ = [
-    "every_look",
-    "looks_table",
+    "all_evaluations_table",
     "training_page",
-    "training_values",
+    "training_table",
+    "training_to_dict",
     "write_training_report",
 ]
 
 COLUMNS = (
-    "step", "minutes", "loss ↓", "new object said ↑", "in other words ↑", "unchanged elsewhere ↑",
-    "KL elsewhere ↓",
+    "step", "minutes", "loss ↓", "edit accuracy ↑", "rephrase accuracy ↑", "locality accuracy ↑",
+    "locality KL ↓",
 )  # fmt: skip
 NOTE = (
-    "Means over the held-out examples; shares in percent. "
-    "Marked: the look with the least loss, whose network is kept."
+    "Means over the validation examples; accuracies in percent. "
+    "Marked: the evaluation with the lowest loss, whose network is saved."
 )
 
 
-def looks_table(course: TrainingCurve) -> Table:
-    """A row a look, the best one marked."""
-    rows = tuple(_row(look, best=look is course.best) for look in course.looks)
-    return Table(training_title(course), COLUMNS, rows, note=NOTE)
+def training_table(curve: TrainingCurve) -> Table:
+    """One row per evaluation, the best one marked."""
+    rows = tuple(_row(e, best=e is curve.best) for e in curve.evaluations)
+    return Table(training_title(curve), COLUMNS, rows, note=NOTE)
 
 
-def every_look(course: TrainingCurve) -> Table:
-    """All that was written down of each look, for CSV."""
-    names = tuple(field.name for field in fields(TrainingRecord))
-    rows = tuple(tuple(getattr(look, name) for name in names) for look in course.looks)
-    return Table("Every look", names, rows)
-
-
-def training_values(course: TrainingCurve) -> dict[str, Any]:
-    """The training as plain values; what is not known, or no number, is null."""
-    return {
-        "model": course.model,
-        "data": course.data,
-        "method": course.method,
-        "steps": course.steps,
-        "minutes": course.minutes,
-        "best": _plain(course.best),
-        "looks": [_plain(look) for look in course.looks],
-    }
-
-
-def _row(look: TrainingRecord, *, best: bool) -> tuple[Cell, ...]:
-    shares = (look.said, look.said_rephrased, look.kept)
+def _row(evaluation: TrainingRecord, *, best: bool) -> tuple[Cell, ...]:
     mark = "best" if best else None
-    scores = (Score(Estimate(share, math.nan, 1), mark) for share in shares)
-    numbers = (look.step, round(look.seconds / 60, 1), round(look.loss, 4), round(look.local, 4))
-    *before, local = (Marked(number, mark) for number in numbers)
-    return (*before, *scores, local)
+    accuracies = (
+        evaluation.edit_accuracy, evaluation.rephrase_accuracy, evaluation.locality_accuracy,
+    )  # fmt: skip
+    return (
+        Marked(evaluation.step, mark),
+        Marked(round(evaluation.seconds / 60, 1), mark),
+        Marked(round(evaluation.loss, 4), mark),
+        *(Score(Estimate(accuracy, math.nan, 1), mark) for accuracy in accuracies),
+        Marked(round(evaluation.locality_loss, 4), mark),
+    )
 
 
-def _plain(look: TrainingRecord) -> dict[str, Any]:
+def all_evaluations_table(curve: TrainingCurve) -> Table:
+    """Every field of every evaluation, for CSV."""
+    names = tuple(field.name for field in fields(TrainingRecord))
+    rows = tuple(tuple(getattr(e, name) for name in names) for e in curve.evaluations)
+    return Table("All evaluations", names, rows)
+
+
+def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
+    """The curve as plain values for JSON; numbers that are not finite become null."""
+
+    def plain(evaluation: TrainingRecord) -> dict[str, Any]:
+        return {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in asdict(evaluation).items()
+        }
+
     return {
-        name: value if value is not None and math.isfinite(value) else None
-        for name, value in asdict(look).items()
+        "model": curve.model,
+        "data": curve.data,
+        "method": curve.method,
+        "steps": curve.steps,
+        "minutes": curve.minutes,
+        "best": plain(curve.best),
+        "evaluations": [plain(evaluation) for evaluation in curve.evaluations],
     }
 
 
-def write_training_report(course: TrainingCurve, folder: Path) -> list[Path]:
+def training_page(curve: TrainingCurve) -> str:
+    """The page: the figure, the table and the settings."""
+    title = training_title(curve)
+    numbers = {
+        "method": editor_name(curve.method),
+        "data": DATA.get(curve.data, curve.data),
+        "steps": str(curve.steps),
+        "minutes": f"{curve.minutes:.1f}",
+        "best step": str(curve.best.step),
+    }
+    return render(
+        "overview.html",
+        title=title,
+        numbers=numbers,
+        figure=embed_figure(training_figure(curve), f"Losses and accuracies by step: {title}"),
+        table=training_table(curve),
+        settings=curve.spec,
+    )
+
+
+def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
     """Write the report and return its files, the page first."""
-    table = looks_table(course)
+    table = training_table(curve)
     files = {
-        "index.html": training_page(course),
+        "index.html": training_page(curve),
         "table.md": as_markdown(table),
         "table.tex": as_latex(table),
-        "table.csv": as_csv(every_look(course)),
+        "table.csv": as_csv(all_evaluations_table(curve)),
     }
     for name, text in files.items():
         write_atomic(folder / name, text)
-    return [
-        *(folder / name for name in files),
-        *write_figure(training_figure(course), folder / "training"),
-    ]
-
-
-def training_page(course: TrainingCurve) -> str:
-    """The page: the figure, the table, and how the training was made."""
-    title = training_title(course)
-    numbers = {
-        "method": editor_name(course.method),
-        "data": DATA.get(course.data, course.data),
-        "steps": str(course.steps),
-        "minutes": f"{course.minutes:.1f}",
-        "best step": str(course.best.step),
-    }
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        numbers_html(numbers),
-        figure_html(training_figure(course), f"Losses and shares at each look: {title}"),
-        f'<div class="paper">{scrollable(looks_table(course))}</div>',
-        settings_html(course.spec, "How it was made"),
-    ]
-    return page(title, body, note="")
+    figures = write_figure(training_figure(curve), folder / "training")
+    return [*(folder / name for name in files), *figures]

@@ -1,80 +1,70 @@
-"""A learned editor trained into a run's folder.
+"""Training a hypernetwork into a run folder.
 
-weights.safetensors is the best network so far, records.jsonl how it did on what was held out, and
-checkpoint.safetensors what a killed run goes on from. How long to train is no part of the spec: a
-finished run goes on when it is given more steps or minutes.
+    weights.safetensors       the best network so far
+    records.jsonl             evaluations on the validation examples
+    checkpoint.safetensors    what an interrupted run resumes from
+
+The length of training is not part of the spec: a finished run continues if it is given more steps
+or minutes.
 """
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from factscope.data.readers import read_cases
-from factscope.editing.hypernet.examples import (
-    CaseExamples,
-    ExampleSource,
-    Locality,
-    TextExamples,
-    without_overlap,
-)
-from factscope.editing.hypernet.train import Trainer, Training, load_checkpoint_, write_checkpoint
-from factscope.editing.hypernet.weights import pack_weights
-from factscope.errors import BadSetting, DidNotConverge
+from factscope.editing.hypernet.settings import Locality, Training
+from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
 from factscope.facts import Case
 from factscope.io import sha256, write_atomic
+from factscope.progress import Progress, no_progress
 from factscope.records import TrainingRecord, write_records
 from factscope.runs.folder import WEIGHTS, RunFolder, run_info
-from factscope.stats.text import GeneratedText, documents, window_of, windows
+from factscope.settings import check
 
 if TYPE_CHECKING:
+    from factscope.editing.hypernet.examples import CaseExamples, TextExamples
+    from factscope.editing.hypernet.train import Trainer
     from factscope.lm.model import LM
 
-__all__ = ["CHECKPOINT", "FromCases", "FromText", "Source", "TrainRun"]
+__all__ = ["CHECKPOINT", "FromCases", "FromText", "TrainRun"]
 
 CHECKPOINT = "checkpoint.safetensors"
-SHARE = 20
-"""Writing may take one part in so many of the time: large networks have gigabytes."""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """What a network is trained on."""
-
-    @property
-    def name(self) -> str:
-        """What the data set is called."""
-        ...
-
-    def spec(self) -> dict[str, Any]:
-        """What makes two sources the same."""
-        ...
-
-    def lessons(self, lm: "LM") -> ExampleSource:
-        """Its examples for a model."""
-        ...
+SAVE_PAUSE = 20
+"""The next save waits at least 20 times as long as the last one took: networks can have gigabytes,
+and saving must take at most a twentieth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromCases:
-    """Facts of a file, without those that an evaluation will ask about."""
+    """Train on the cases of a file, except those that an evaluation will use."""
 
     name: str
-    """What the data set is called: "counterfact", "zsre" or one's own."""
+    """Name of the data set: "counterfact", "zsre" or any other."""
     path: Path
+    """File of cases."""
     exclude: tuple[tuple[Path, int | None], ...] = ()
-    """Files of cases whose subjects are left out, and how many of the first; None for all."""
-    limit: int | None = None
-    """How many cases to take, after those are left out."""
+    """Files of cases whose subjects are excluded, each with the number of its first cases that
+    count; None: all of them."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Use at most this many cases."""
     locality: Locality = "unrelated"
+    """Prompts that an edit must not change: of unrelated facts, or of neighbours of the same
+    fact."""
     seed: int = 0
-    """Of the order in which they are taken."""
+    """Seed of the order of the cases."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def spec(self) -> dict[str, Any]:
-        """The files by their hashes."""
+        """The settings, with the hashes of the files."""
         return {
             "data": self.name,
             "data_sha256": sha256(self.path),
@@ -84,96 +74,109 @@ class FromCases:
             "seed": self.seed,
         }
 
-    def lessons(self, lm: "LM") -> CaseExamples:
-        """The cases as examples."""
+    def examples(self, lm: "LM") -> "CaseExamples":
+        """The training examples."""
+        from factscope.editing.hypernet.examples import CaseExamples
+
         return CaseExamples(self.cases(), self.locality)
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to train on, shuffled."""
-        everyone = read_cases(self.path).cases
-        left = list(without_overlap(everyone, self.excluded()))
-        if len(left) < min(10, len(everyone)):
+        from factscope.editing.hypernet.examples import without_overlap
+
+        cases = read_cases(self.path).cases
+        excluded = [case for path, n in self.exclude for case in read_cases(path).cases[:n]]
+        left = list(without_overlap(cases, excluded))
+        if len(left) < min(10, len(cases)):
             raise BadSetting(
-                f"{self.path.name} has {len(everyone)} cases, and {len(left)} of them are about "
+                f"{self.path.name} has {len(cases)} cases, and {len(left)} of them are about "
                 "subjects that are not excluded: too few to train on. Exclude only what you will "
-                "evaluate, as --exclude counterfact:7500 for the first 7500"
+                "evaluate, e.g. --exclude counterfact:7500 for the first 7500 cases"
             )
         random.Random(f"cases {self.seed}").shuffle(left)
         return tuple(left[: self.limit])
 
-    def excluded(self) -> list[Case]:
-        """The cases that must not be learned from."""
-        return [case for path, n in self.exclude for case in read_cases(path).cases[:n]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FromText:
-    """Stretches of a text file, or of text that the model writes itself."""
+    """Train on token sequences of a text file, or of text that the model generates."""
 
     path: Path | None = None
-    count: int = 10_000
-    """How many stretches."""
-    stretch: int = 32
-    """Tokens in each."""
-    tokens: int = 10
-    """Tokens of a continuation, as in the paper's originals."""
+    """Text file; None: text generated by the model."""
+    limit: Annotated[int, Ge(1)] = 10_000
+    """Use at most this many sequences."""
+    seq_length: Annotated[int, Ge(2)] = 32
+    """Tokens of each sequence."""
+    target_tokens: Annotated[int, Ge(1)] = 10
+    """Tokens of the sampled continuation that an edit teaches; 10 in the original code."""
     seed: int = 0
+    """Seed of the order of the text and of the samples."""
     name: str = "text"
+    """Name of the data set."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def spec(self) -> dict[str, Any]:
-        """The text by its hash."""
+        """The settings, with the hash of the text."""
         return {
             "data": self.name,
             "text_sha256": None if self.path is None else sha256(self.path),
-            "limit": self.count,
-            "stretch": self.stretch,
-            "tokens": self.tokens,
+            "limit": self.limit,
+            "seq_length": self.seq_length,
+            "target_tokens": self.target_tokens,
             "seed": self.seed,
         }
 
-    def lessons(self, lm: "LM") -> TextExamples:
-        """The stretches as examples."""
-        length = window_of(lm, self.stretch)
-        if lm.context is not None and length + self.tokens > lm.context:
+    def examples(self, lm: "LM") -> "TextExamples":
+        """The training examples."""
+        from factscope.editing.hypernet.examples import TextExamples
+        from factscope.stats.text import GeneratedText, documents, sequence_length, token_sequences
+
+        length = sequence_length(lm, self.seq_length)
+        if lm.context is not None and length + self.target_tokens > lm.context:
             raise BadSetting(
-                f"{length} tokens and {self.tokens} more; {lm.name} reads {lm.context}"
+                f"seq_length is {length} and target_tokens is {self.target_tokens}; the context of "
+                f"{lm.name} has {lm.context} tokens"
             )
         if self.path is None:
-            source: Any = GeneratedText(lm=lm, window=length, seed=self.seed)
-            return self._lessons(source, self.count)
-        cut = windows(lm, documents(self.path, self.seed), length)
-        source = list(islice((row for row in cut if len(row) == length), self.count))
-        return self._lessons(source, len(source))
-
-    def _lessons(self, source: Any, count: int) -> TextExamples:
-        return TextExamples(source=source, count=count, tokens=self.tokens, seed=self.seed)
+            source = GeneratedText(lm=lm, length=length, seed=self.seed)
+            count = self.limit
+        else:
+            found = token_sequences(lm, documents(self.path, self.seed), length)
+            source = list(islice((ids for ids in found if len(ids) == length), self.limit))
+            count = len(source)
+        return TextExamples(
+            sequences=source, count=count, target_tokens=self.target_tokens, seed=self.seed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRun:
-    """Which editor to train on what, and for how long."""
+    """A training run: what to train on what, and how long."""
 
     model: str
+    """Name or path of the model."""
     dtype: str
-    source: Source
+    """Precision of the model."""
+    source: FromCases | FromText
+    """Training data."""
     training: Training
-    steps: int | None = None
-    """How many steps at most."""
-    minutes: float | None = None
-    """How long at most; what was spent before a kill counts."""
+    """How the network is trained."""
+    steps: Annotated[int | None, Gt(0)] = None
+    """Train for at most this many steps."""
+    minutes: Annotated[float | None, Gt(0)] = None
+    """Train for at most this many minutes, including those before an interruption."""
     save_every: float = 60.0
-    """Seconds from one checkpoint to the next, at least."""
+    """Seconds between checkpoints, at least."""
 
     def __post_init__(self) -> None:
+        check(self)
         if self.steps is None and self.minutes is None:
-            raise BadSetting("say how long to train: a number of steps or of minutes")
-        for name in ("steps", "minutes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise BadSetting(f"{name} is {value}; it must be above 0")
+            raise BadSetting("steps and minutes are None; give at least one of them")
 
     def spec(self) -> dict[str, Any]:
-        """What makes two runs the same."""
+        """What identifies the run."""
         return {
             "command": "train",
             "model": self.model,
@@ -182,101 +185,112 @@ class TrainRun:
             "training": self.training.to_dict(),
         }
 
-    def trainer(self, lm: "LM") -> Trainer:
-        """A network at its first step; what is wrong with the data or the layers shows here."""
-        return Trainer(lm, self.source.lessons(lm), self.training)
+    def trainer(self, lm: "LM") -> "Trainer":
+        """An untrained network; problems with the data or the layers are raised here."""
+        from factscope.editing.hypernet.train import Trainer
 
-    def begin(self, lm: "LM", path: Path) -> RunFolder:
-        """A new run in a folder, or the same run taken up again."""
-        return RunFolder.begin(path, self.spec(), run_info(lm))
+        return Trainer(lm, self.source.examples(lm), self.training)
 
-    def go_on(
+    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+        """A new run folder, or an existing one of the same run."""
+        if (path / "spec.toml").is_file():
+            _check_not_version_1(RunFolder.open(path))
+        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
+
+    def run(
         self,
         lm: "LM",
         folder: RunFolder,
-        trainer: Trainer | None = None,
+        trainer: "Trainer | None" = None,
         *,
-        progress: Callable[[float], None] = lambda share: None,
-        seen: Callable[[TrainingRecord], None] = lambda record: None,
+        progress: Progress = no_progress,
+        on_evaluation: Callable[[TrainingRecord], None] = lambda record: None,
     ) -> Path:
-        """Train from where the folder is to the end; the file of the best weights.
-
-        `done` hears each share of the work, `seen` every look at the held-out examples.
-        """
+        """Train from the folder's checkpoint to the end; returns the file of the best weights."""
         trainer = trainer or self.trainer(lm)
-        _take_up(trainer, folder)
+        _resume(trainer, folder)
         saver = _Saver(self, trainer, folder)
-        progress(self._share(trainer))
+
+        def evaluate() -> None:
+            record = trainer.evaluate()
+            folder.append(record)
+            on_evaluation(record)
+            saver.save_if_due()
+
+        progress(self._fraction(trainer))
         try:
             if not folder.training_records():
-                saver.look(seen)
-            while not self._over(trainer):
-                before = self._share(trainer)
+                evaluate()
+            while not self._finished(trainer):
+                before = self._fraction(trainer)
                 trainer.step()
-                at_end = self._over(trainer)
-                if trainer.progress.step % self.training.every == 0 or at_end:
-                    saver.look(seen)
-                progress(self._share(trainer) - before)
+                last = self._finished(trainer)
+                if trainer.progress.step % self.training.eval_every == 0 or last:
+                    evaluate()
+                progress(self._fraction(trainer) - before)
         except DidNotConverge:
-            saver.write_weights()
+            saver.save_weights()
             raise
-        saver.write()
+        saver.save()
         return folder.path / WEIGHTS
 
-    def _share(self, trainer: Trainer) -> float:
-        """How much of the work is done."""
-        shares = [0.0]
+    def _fraction(self, trainer: "Trainer") -> float:
+        """The fraction of the training that is done."""
+        fractions = [0.0]
         if self.steps is not None:
-            shares.append(trainer.progress.step / self.steps)
+            fractions.append(trainer.progress.step / self.steps)
         if self.minutes is not None:
-            shares.append(trainer.progress.seconds / (60 * self.minutes))
-        return min(1.0, max(shares))
+            fractions.append(trainer.progress.seconds / (60 * self.minutes))
+        return min(1.0, max(fractions))
 
-    def _over(self, trainer: Trainer) -> bool:
-        return self._share(trainer) >= 1 or trainer.stopped
+    def _finished(self, trainer: "Trainer") -> bool:
+        return self._fraction(trainer) >= 1 or trainer.stopped_early
 
 
-def _take_up(trainer: Trainer, folder: RunFolder) -> None:
-    """Bring the trainer to where the last checkpoint left it, with no record of what came after."""
+def _check_not_version_1(folder: RunFolder) -> None:
+    """Runs of factscope 0.1.0.dev0 named the network's settings "design"."""
+    if "design" in folder.spec().get("training", {}):
+        raise BadRunFolder(
+            f"{folder.path} is a training run of an earlier factscope (format 1), which can be "
+            "reported but not resumed; give another folder"
+        )
+
+
+def _resume(trainer: "Trainer", folder: RunFolder) -> None:
+    """Load the checkpoint, if there is one, and drop records of later steps."""
+    from factscope.editing.hypernet.train import load_checkpoint_
+
     path = folder.path / CHECKPOINT
     if path.is_file():
         load_checkpoint_(trainer, path)
-    there = folder.training_records()
-    kept = [r for r in there if path.is_file() and r.step <= trainer.progress.step]
-    if len(kept) < len(there):
-        write_records(folder.records_path, kept)
+    records = folder.training_records()
+    valid = [r for r in records if path.is_file() and r.step <= trainer.progress.step]
+    if len(valid) < len(records):
+        write_records(folder.records_path, valid)
 
 
 class _Saver:
-    """Writes what training leaves, the larger files not too often."""
+    """Writes the weights and the checkpoint, not too often."""
 
-    def __init__(self, run: TrainRun, trainer: Trainer, folder: RunFolder) -> None:
-        self.run, self.trainer, self.folder = run, trainer, folder
+    def __init__(self, run: TrainRun, trainer: "Trainer", folder: RunFolder) -> None:
+        self.run, self.trainer, self.path = run, trainer, folder.path
         self.due = time.monotonic() + run.save_every
 
-    def look(self, seen: Callable[[TrainingRecord], None]) -> None:
-        """See the held-out examples, write that down, and save where it is time to."""
-        record = self.trainer.look()
-        self.folder.append(record)
-        seen(record)
-        if time.monotonic() >= self.due:
-            began = time.monotonic()
-            self.write()
+    def save_if_due(self) -> None:
+        start = time.monotonic()
+        if start >= self.due:
+            self.save()
             now = time.monotonic()
-            self.due = now + max(self.run.save_every, SHARE * (now - began))
+            self.due = now + max(self.run.save_every, SAVE_PAUSE * (now - start))
 
-    def write(self) -> None:
-        """The weights, and then what to go on from."""
-        self.write_weights()
-        write_checkpoint(self.trainer, self.folder.path / CHECKPOINT)
+    def save(self) -> None:
+        from factscope.editing.hypernet.train import write_checkpoint
 
-    def write_weights(self) -> None:
-        """The best network so far."""
-        weights = self.trainer.weights(self._trained())
-        write_atomic(
-            self.folder.path / WEIGHTS,
-            pack_weights(weights.network, weights.model, weights.fingerprint, weights.trained),
-        )
+        self.save_weights()
+        write_checkpoint(self.trainer, self.path / CHECKPOINT)
 
-    def _trained(self) -> Mapping[str, Any]:
-        return {**self.run.source.spec(), "training": self.run.training.to_dict()}
+    def save_weights(self) -> None:
+        from factscope.editing.hypernet.weights import pack_weights
+
+        source = {**self.run.source.spec(), "training": self.run.training.to_dict()}
+        write_atomic(self.path / WEIGHTS, pack_weights(self.trainer.weights(source)))

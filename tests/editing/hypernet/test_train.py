@@ -1,4 +1,4 @@
-"""Training learned editors: it learns, it sees what edits do, and no kill spoils it."""
+"""Training of hypernetworks: it learns, measures what edits do, resumes exactly, is reported."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 
 from factscope.analysis.training import TrainingCurve
 from factscope.data.readers import read_cases
-from factscope.editing.contexts import edit_request
+from factscope.editing.contexts import TokenRow, edit_request
 from factscope.editing.hypernet import train as training_module
-from factscope.editing.hypernet.editor import Ke, Mend
 from factscope.editing.hypernet.examples import (
     BatchCache,
     CaseExamples,
@@ -28,25 +27,35 @@ from factscope.editing.hypernet.examples import (
     split_examples,
     without_overlap,
 )
-from factscope.editing.hypernet.gradients import TokenRow, token_row
-from factscope.editing.hypernet.train import Trainer, Training, training_pass
-from factscope.editing.hypernet.weights import load_weights
-from factscope.errors import BadRecord, BadRunFolder, BadSetting, DidNotConverge
+from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training, network_config
+from factscope.editing.hypernet.train import Trainer, load_checkpoint_, training_pass
+from factscope.editing.hypernet.weights import load_weights, pack_tensors
+from factscope.editing.settings import Ke, Mend
+from factscope.errors import (
+    BadEditorWeights,
+    BadRecord,
+    BadRunFolder,
+    BadSetting,
+    DidNotConverge,
+)
 from factscope.lm.load import load
 from factscope.lm.model import LM
-from factscope.records import TrainingRecord
+from factscope.records import TrainingRecord, read_training_records
 from factscope.report.figures.training import training_figure
-from factscope.report.training import looks_table, training_page, training_values
+from factscope.report.training import training_page, training_table, training_to_dict
 from factscope.runs import train as runs_module
 from factscope.runs.folder import WEIGHTS
 from factscope.runs.train import CHECKPOINT, FromCases, FromText, TrainRun
 
 from commands import Run, reported_without_torch, runner, saved_model
 from counterfact import record
-from processes import begun
+from processes import start_process
 
 EDITORS = {"mend": Mend, "ke": Ke}
-DESIGNS = {"mend": (("rank", 8), ("lr", 1e-3)), "ke": (("lstm", 8), ("condition", 8))}
+NETWORKS = {
+    "mend": MendConfig(rank=8, edit_lr=1e-3),
+    "ke": KeConfig(lstm_width=8, condition_width=8),
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,152 +75,153 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def quick(method: str = "mend", **settings: Any) -> Training:
-    own = {"method": method, "design": DESIGNS[method], "batch": 4, "every": 5, "held_out": 6}
-    return Training(**{**own, "lr": 3e-3, "warm_up": 2, **settings})
+def quick_training(method: str = "mend", **settings: Any) -> Training:
+    own = {"network": NETWORKS[method], "batch_size": 4, "eval_every": 5, "validation_examples": 6}
+    return Training(**{**own, "lr": 3e-3, "warmup_steps": 2, **settings})
 
 
-def a_run(model: Path, data: Path, **fields: Any) -> TrainRun:
+def make_run(model: Path, data: Path, **fields: Any) -> TrainRun:
     return TrainRun(
         **{
             "model": str(model), "dtype": "float32", "source": FromCases(name="towers", path=data),
-            "training": quick(), "steps": 12, "save_every": 0.0, **fields,
+            "training": quick_training(), "steps": 12, "save_every": 0.0, **fields,
         }
     )  # fmt: skip
 
 
-def lessons_of(data: Path, **how: Any) -> CaseExamples:
-    return CaseExamples(read_cases(data).cases, **how)
+def examples_of(data: Path, **settings: Any) -> CaseExamples:
+    return CaseExamples(read_cases(data).cases, **settings)
 
 
-# ---- it learns
+# ---- steps and evaluations
 
 
 @pytest.mark.parametrize("method", EDITORS)
-def test_edits_of_held_out_facts_get_better(lm: LM, data: Path, method: str) -> None:
+def test_training_improves_edits_of_validation_facts(lm: LM, data: Path, method: str) -> None:
     before = {name: weight.clone() for name, weight in lm.model.named_parameters()}
     found = {}
-    for local_weight in (0.01, 1.0):
-        trainer = Trainer(lm, lessons_of(data), quick(method, local_weight=local_weight))
-        first = trainer.look()
+    for weight in (0.01, 1.0):
+        trainer = Trainer(lm, examples_of(data), quick_training(method, locality_weight=weight))
+        first = trainer.evaluate()
         for _ in range(60):
             trainer.step()
-        found[local_weight] = last = trainer.look()
+        found[weight] = last = trainer.evaluate()
         assert trainer.progress.best_step == 60
         assert last.loss < first.loss
-        assert first.before == pytest.approx(last.before, rel=1e-5)
-    assert found[0.01].edit < 0.6 * found[0.01].before
-    assert found[0.01].rephrased < 0.6 * found[0.01].before
-    assert found[0.01].said > 0
-    assert found[1.0].edit < 0.95 * found[1.0].before
-    assert found[1.0].local < 0.5 * found[0.01].local
-    for name, weight in lm.model.named_parameters():  # embeddings and vocabulary, too
+        assert first.unedited_loss == pytest.approx(last.unedited_loss, rel=1e-5)
+    assert found[0.01].edit_loss < 0.6 * found[0.01].unedited_loss
+    assert found[0.01].rephrase_loss < 0.6 * found[0.01].unedited_loss
+    assert found[0.01].edit_accuracy > 0
+    assert found[1.0].edit_loss < 0.95 * found[1.0].unedited_loss
+    assert found[1.0].locality_loss < 0.5 * found[0.01].locality_loss
+    for name, weight in lm.model.named_parameters():  # also the embeddings
         assert torch.equal(weight, before[name])
         assert weight.grad is None
 
 
 @pytest.mark.parametrize("method", EDITORS)
 @pytest.mark.parametrize("locality", ["unrelated", "neighbours"])
-def test_what_training_sees_is_what_the_edits_do(
+def test_training_losses_equal_those_of_edited_models(
     lm: LM, data: Path, method: str, locality: Any
 ) -> None:
-    """Losses, answers and divergence, as of models whose weights were really written."""
-    trainer = Trainer(lm, lessons_of(data, locality=locality), quick(method))
+    """Losses, accuracies and KL, compared with models whose weights were changed."""
+    trainer = Trainer(lm, examples_of(data, locality=locality), quick_training(method))
     for _ in range(8):
         trainer.step()
-    group = trainer.held.group(0)
-    assert group is not None
-    seen = training_pass(lm, trainer.places, trainer.halves, trainer.network, group, 1, learn=False)
-    trainer.look()
+    batch = trainer.validation.batch(0)
+    assert batch is not None
+    losses = training_pass(trainer.split, trainer.network, batch, 1, train=False)
+    trainer.evaluate()
     weights = trainer.weights({})
     weights.network.load_state_dict(trainer.network.state_dict())
-    cases = [trainer.held.lessons.cases[i] for i in trainer.held.numbers[0]]  # type: ignore
-    edits = EDITORS[method](weights=weights).each(lm, [case.fact for case in cases])
-    examples = trainer.held.lessons.made(lm, trainer.held.numbers[0])
+    source: Any = trainer.validation.examples
+    indices = trainer.validation.batches[0]
+    edits = EDITORS[method](weights=weights).each(lm, [source.cases[i].fact for i in indices])
+    examples = source.load(lm, indices)
     for i, (edit, example) in enumerate(zip(edits, examples, strict=True)):
-        # In turn 1 a fact is shown beside the one two places before it.
-        local = example.local or examples[(i - 2) % len(examples)].edit
-        unedited = _logs(lm, local)
-        assert seen.before[i].item() == pytest.approx(_loss(lm, example.edit), rel=1e-4)
+        # In epoch 1 a fact's locality row is the edit row of the fact two before it.
+        local = example.locality or examples[(i - 2) % len(examples)].edit
+        unedited = log_probs(lm, local)
+        assert losses.unedited_loss[i].item() == pytest.approx(loss_of(lm, example.edit), rel=1e-4)
         with edit.applied(lm, force=True):
-            assert seen.edit[i].item() == pytest.approx(_loss(lm, example.edit), rel=1e-3)
-            assert seen.rephrased[i].item() == pytest.approx(_loss(lm, example.rephrased), rel=1e-3)
-            now = _logs(lm, local)
-            apart = (unedited.exp() * (unedited - now)).sum(-1).mean().item()
-            assert seen.local[i].item() == pytest.approx(apart, rel=1e-2, abs=1e-6)
+            edit_loss, rephrase_loss = loss_of(lm, example.edit), loss_of(lm, example.rephrase)
+            assert losses.edit_loss[i].item() == pytest.approx(edit_loss, rel=1e-3)
+            assert losses.rephrase_loss[i].item() == pytest.approx(rephrase_loss, rel=1e-3)
+            now = log_probs(lm, local)
+            kl = (unedited.exp() * (unedited - now)).sum(-1).mean().item()
+            assert losses.locality_loss[i].item() == pytest.approx(kl, rel=1e-2, abs=1e-6)
             same = (unedited.argmax(-1) == now.argmax(-1)).float().mean().item()
-            assert seen.kept[i].item() == pytest.approx(same)
-            said = _logs(lm, example.edit).argmax(-1).tolist() == list(example.edit.labels)
-            assert bool(seen.said[i]) == said
+            assert losses.locality_accuracy[i].item() == pytest.approx(same)
+            predicted = log_probs(lm, example.edit).argmax(-1).tolist()
+            assert bool(losses.edit_accuracy[i]) == (predicted == list(example.edit.labels))
 
 
-def _logs(lm: LM, line: TokenRow) -> torch.Tensor:
-    return lm.model(torch.tensor([line.ids])).logits[0, list(line.reads)].log_softmax(-1)
+def log_probs(lm: LM, row: TokenRow) -> torch.Tensor:
+    return lm.model(torch.tensor([row.ids])).logits[0, list(row.positions)].log_softmax(-1)
 
 
-def _loss(lm: LM, line: TokenRow) -> float:
-    return torch.nn.functional.nll_loss(_logs(lm, line), torch.tensor(line.labels)).item()
+def loss_of(lm: LM, row: TokenRow) -> float:
+    return torch.nn.functional.nll_loss(log_probs(lm, row), torch.tensor(row.labels)).item()
 
 
-def test_states_that_found_no_room_are_made_again_bit_by_bit(lm: LM, data: Path) -> None:
-    trainers = [Trainer(lm, lessons_of(data), quick()) for _ in range(2)]
-    trainers[1].shelf.room = 0
+def test_recomputed_states_equal_cached_ones_bit_for_bit(lm: LM, data: Path) -> None:
+    trainers = [Trainer(lm, examples_of(data), quick_training()) for _ in range(2)]
+    trainers[1].batches.free_bytes = 0
     losses = [[trainer.step() for _ in range(20)] for trainer in trainers]
     assert losses[0] == losses[1]
-    assert len(trainers[0].shelf.kept) == 9
-    assert not trainers[1].shelf.kept
+    assert len(trainers[0].batches.cached) == 9
+    assert not trainers[1].batches.cached
 
 
-def test_every_turn_brings_every_group_and_another_neighbour(lm: LM, data: Path) -> None:
-    trainer = Trainer(lm, lessons_of(data), quick())
-    shelf = trainer.shelf
-    assert sorted(i for numbers in shelf.numbers for i in numbers) == list(range(34))
-    assert len(shelf) == 9
-    for turn in range(2):
-        found = [shelf.at(step, 0) for step in range(9 * turn, 9 * turn + 9)]
-        assert [t for _, t in found] == [turn] * 9
-        assert len({id(group) for group, _ in found}) == 9
-    group = shelf.group(0)
-    assert group is not None
-    for turn in range(4):
-        ids = group.local(turn)[0].ids
-        assert all(not torch.equal(a, b) for a, b in zip(ids, group.edit.ids, strict=True))
-    assert not torch.equal(group.local(0)[0].ids, group.local(1)[0].ids)
+def test_every_epoch_has_every_batch_and_other_locality_rows(lm: LM, data: Path) -> None:
+    cache = Trainer(lm, examples_of(data), quick_training()).batches
+    assert sorted(i for indices in cache.batches for i in indices) == list(range(34))
+    assert len(cache) == 9
+    for epoch in range(2):
+        found = [cache.at_step(step, 0) for step in range(9 * epoch, 9 * epoch + 9)]
+        assert [e for _, e in found] == [epoch] * 9
+        assert len({id(batch) for batch, _ in found}) == 9
+    batch = cache.batch(0)
+    assert batch is not None
+    rows = [batch.locality_rows(epoch)[0].ids for epoch in range(4)]
+    for ids in rows:
+        assert all(not torch.equal(a, b) for a, b in zip(ids, batch.edit.ids, strict=True))
+    assert not torch.equal(rows[0], rows[1])
 
 
-# ---- what it is trained on
+# ---- examples
 
 
-def test_cases_are_examples(lm: LM, tmp_path: Path) -> None:
+def test_examples_from_cases(lm: LM, tmp_path: Path) -> None:
     towers = tmp_path / "one.json"
     towers.write_text(json.dumps([record(1)]))
     (case,) = read_cases(towers).cases
-    edit = token_row(edit_request(lm, case.fact))
-    (example,) = CaseExamples((case,)).made(lm, [0])
-    assert (example.edit, example.local) == (edit, None)
-    assert lm.tokenizer.decode(example.rephrased.ids).startswith("One finds Tower 1 in")
-    assert example.rephrased.labels == edit.labels
-    (example,) = CaseExamples((case,), "neighbours").made(lm, [0])
-    assert example.local is not None
-    assert lm.tokenizer.decode(example.local.ids).startswith("The Louvre is in")
+    edit = edit_request(lm, case.fact).rows[0]
+    (example,) = CaseExamples((case,)).load(lm, [0])
+    assert (example.edit, example.locality) == (edit, None)
+    assert lm.tokenizer.decode(example.rephrase.ids).startswith("One finds Tower 1 in")
+    assert example.rephrase.labels == edit.labels
+    (example,) = CaseExamples((case,), "neighbours").load(lm, [0])
+    assert example.locality is not None
+    assert lm.tokenizer.decode(example.locality.ids).startswith("The Louvre is in")
     bare = replace(case, paraphrases=(), neighbours=())
-    assert CaseExamples((bare,)).made(lm, [0]) == [Example(edit, edit, None)]
+    assert CaseExamples((bare,)).load(lm, [0]) == [Example(edit, edit, None)]
     question = replace(bare, true=None, neighbours=("Who?",), neighbour_answers=("Miles",))
-    (example,) = CaseExamples((question,)).made(lm, [0])  # zsRE's question is unrelated as it is
-    assert example.local is not None
-    assert lm.tokenizer.decode(example.local.labels).strip() == "Miles"
+    (example,) = CaseExamples((question,)).load(lm, [0])  # zsRE: the question is unrelated
+    assert example.locality is not None
+    assert lm.tokenizer.decode(example.locality.labels).strip() == "Miles"
 
 
-def test_a_case_that_cannot_be_read_is_left_out(lm: LM, data: Path) -> None:
+def test_cases_that_the_model_cannot_read_are_skipped(lm: LM, data: Path) -> None:
     cases = list(read_cases(data).cases[:3])
     long = replace(cases[1].fact, prompt="{} " + "is in " * 100)
-    lessons = CaseExamples((cases[0], replace(cases[1], fact=long), cases[2]))
-    assert len(lessons.made(lm, [0, 1, 2])) == 2
-    shelf = BatchCache(lm, Trainer(lm, lessons_of(data), quick()).halves, lessons, range(1, 3), 2)
-    assert shelf.group(0) is None
+    examples = CaseExamples((cases[0], replace(cases[1], fact=long), cases[2]))
+    assert len(examples.load(lm, [0, 1, 2])) == 2
+    split = Trainer(lm, examples_of(data), quick_training()).split
+    assert BatchCache(split, examples, range(1, 3), 2).batch(0) is None
 
 
-def test_what_is_evaluated_is_not_trained_on(data: Path, tmp_path: Path) -> None:
+def test_excluded_subjects_are_not_trained_on(data: Path, tmp_path: Path) -> None:
     other = tmp_path / "evaluated.json"
     other.write_text(json.dumps([record(i) for i in range(20)]))
     whole = FromCases(name="towers", path=data)
@@ -224,249 +234,294 @@ def test_what_is_evaluated_is_not_trained_on(data: Path, tmp_path: Path) -> None
     with pytest.raises(BadSetting, match=r"has 40 cases, and 0 .* too few .*--exclude"):
         replace(whole, exclude=((data, None),)).cases()
     (case,) = read_cases(data).cases[:1]
-    loud = replace(case, fact=replace(case.fact, subject="TOWER  0"))
-    assert without_overlap([case], [loud]) == ()
+    same = replace(case, fact=replace(case.fact, subject="TOWER  0"))
+    assert without_overlap([case], [same]) == ()
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_a_set_too_small_to_split_is_named(lm: LM, data: Path, count: int) -> None:
+def test_too_few_examples_to_split_are_an_error(lm: LM, data: Path, count: int) -> None:
     with pytest.raises(BadSetting, match=f"{count} examples are too few"):
-        Trainer(lm, CaseExamples(read_cases(data).cases[:count]), quick())
+        Trainer(lm, CaseExamples(read_cases(data).cases[:count]), quick_training())
     assert split_examples(10, 64) == (range(8), range(8, 10))
 
 
-def test_text_is_continued_by_the_model(lm: LM, tmp_path: Path) -> None:
+def test_examples_from_text_have_sampled_continuations(lm: LM, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The capital of France is Paris. " * 40)
-    source = FromText(path=text, count=12, stretch=8, tokens=3)
-    lessons = source.lessons(lm)
-    first, second = lessons.made(lm, [0, 1])
-    assert first.edit == first.rephrased
-    assert first.local is None
+    source = FromText(path=text, limit=12, seq_length=8, target_tokens=3)
+    first, second = source.examples(lm).load(lm, [0, 1])
+    assert first.edit == first.rephrase
+    assert first.locality is None
     assert len(first.edit.ids) == 8 + 2
-    assert first.edit.reads == (7, 8, 9)
+    assert first.edit.positions == (7, 8, 9)
     assert len(first.edit.labels) == 3
-    assert source.lessons(lm).made(lm, [1]) == [second]
-    own = replace(source, path=None).lessons(lm)
-    assert len(own) == 12
-    assert isinstance(own, TextExamples)
-    assert replace(source, path=None).lessons(lm).made(lm, [4]) == own.made(lm, [3, 4])[1:]
-    trainer = Trainer(lm, own, quick())
-    first_look = trainer.look()
+    assert source.examples(lm).load(lm, [1]) == [second]
+    generated = replace(source, path=None).examples(lm)
+    assert len(generated) == 12
+    assert isinstance(generated, TextExamples)
+    again = replace(source, path=None).examples(lm)
+    assert again.load(lm, [4]) == generated.load(lm, [3, 4])[1:]
+    trainer = Trainer(lm, generated, quick_training())
+    before = trainer.evaluate()
     for _ in range(20):
         trainer.step()
-    assert trainer.look().edit < first_look.edit
-    with pytest.raises(BadSetting, match="tokens is 0"):
-        replace(source, tokens=0).lessons(lm)
-    with pytest.raises(BadSetting, match="reads 64"):
-        replace(source, tokens=60).lessons(lm)
+    assert trainer.evaluate().edit_loss < before.edit_loss
+    for settings in (source, generated):
+        with pytest.raises(BadSetting, match="target_tokens is 0"):
+            replace(settings, target_tokens=0)
+    with pytest.raises(BadSetting, match="has 64 tokens"):
+        replace(source, target_tokens=60).examples(lm)
 
 
 # ---- runs
 
 
-def test_a_run_leaves_weights_that_edit(lm: LM, model: Path, data: Path, tmp_path: Path) -> None:
-    run = a_run(model, data)
-    shares: list[float] = []
-    seen: list[TrainingRecord] = []
-    folder = run.begin(lm, tmp_path / "run")
-    path = run.go_on(lm, folder, progress=shares.append, seen=seen.append)
-    assert sum(shares) == pytest.approx(1)
-    assert [r.step for r in seen] == [0, 5, 10, 12]
-    assert folder.training_records() == seen
-    assert (seen[0].trained, seen[1].trained is None) == (None, False)
+def test_a_run_writes_weights_that_edit(lm: LM, model: Path, data: Path, tmp_path: Path) -> None:
+    run = make_run(model, data)
+    fractions: list[float] = []
+    records: list[TrainingRecord] = []
+    folder = run.create_or_open(lm, tmp_path / "run")
+    path = run.run(lm, folder, progress=fractions.append, on_evaluation=records.append)
+    assert sum(fractions) == pytest.approx(1)
+    assert [r.step for r in records] == [0, 5, 10, 12]
+    assert folder.training_records() == records
+    assert (records[0].train_loss, records[1].train_loss is None) == (None, False)
     weights = load_weights(path)
-    best = min(seen, key=lambda r: r.loss)
-    assert (weights.trained["step"], weights.trained["loss"]) == (best.step, best.loss)
+    best = min(records, key=lambda r: r.loss)
+    assert (weights.training["step"], weights.training["loss"]) == (best.step, best.loss)
     assert weights.row == "mend-towers"
     (edit,) = Mend.load(path).each(lm, [read_cases(data).cases[0].fact])
     assert len(edit.changes) == 6
 
 
-def test_a_finished_run_goes_on_with_more_steps(
+def test_a_finished_run_continues_with_more_steps(
     lm: LM, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    long, short = a_run(model, data, steps=15), a_run(model, data, steps=10)
-    whole = long.go_on(lm, long.begin(lm, tmp_path / "whole"))
-    short.go_on(lm, short.begin(lm, tmp_path / "parts"))
-    parts = long.go_on(lm, long.begin(lm, tmp_path / "parts"))
+    long, short = make_run(model, data, steps=15), make_run(model, data, steps=10)
+    whole = long.run(lm, long.create_or_open(lm, tmp_path / "whole"))
+    short.run(lm, short.create_or_open(lm, tmp_path / "parts"))
+    parts = long.run(lm, long.create_or_open(lm, tmp_path / "parts"))
     assert whole.read_bytes() == parts.read_bytes()
-    there = parts.read_bytes()
-    long.go_on(lm, long.begin(lm, tmp_path / "parts"))
-    assert parts.read_bytes() == there
-    other = a_run(model, data, training=quick(lr=1e-3))
+    before = parts.read_bytes()
+    long.run(lm, long.create_or_open(lm, tmp_path / "parts"))
+    assert parts.read_bytes() == before
+    other = make_run(model, data, training=quick_training(lr=1e-3))
     with pytest.raises(BadRunFolder, match="lr"):
-        other.begin(lm, tmp_path / "parts")
+        other.create_or_open(lm, tmp_path / "parts")
 
 
-def go(model: Path, data: Path, method: str, out: Path, last: int) -> None:
-    """A training that writes a checkpoint after every look, killed before that of one step."""
+def train_and_kill(model: Path, data: Path, method: str, out: Path, last: int) -> None:
+    """Save after every evaluation, and kill the process before the save at one step."""
 
-    def fatal(record: TrainingRecord) -> None:
+    def kill(record: TrainingRecord) -> None:
         if record.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    runs_module.SHARE = 0
-    run = a_run(model, data, steps=30, training=quick(method))
+    runs_module.SAVE_PAUSE = 0
+    run = make_run(model, data, steps=30, training=quick_training(method))
     lm = load(str(model), device="cpu")
-    run.go_on(lm, run.begin(lm, out), seen=fatal)
+    run.run(lm, run.create_or_open(lm, out), on_evaluation=kill)
 
 
 @pytest.mark.parametrize("last", [0, 5, 20])
 @pytest.mark.parametrize("method", EDITORS)
-def test_a_killed_training_goes_on_bit_by_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     lm: LM, model: Path, data: Path, tmp_path: Path, method: str, last: int
 ) -> None:
     out = tmp_path / "killed"
-    process = begun(go, model, data, method, out, last)
+    process = start_process(train_and_kill, model, data, method, out, last)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert (out / CHECKPOINT).is_file() == (last > 0)
     with (out / "records.jsonl").open("a") as file:
-        file.write('{"step": 9')  # what a kill leaves of a line
-    run = a_run(model, data, steps=30, training=quick(method))
-    seen: list[TrainingRecord] = []
-    found = run.go_on(lm, run.begin(lm, out), seen=seen.append)
-    assert seen[0].step == last
-    whole = run.begin(lm, tmp_path / "whole")
-    wanted = run.go_on(lm, whole)
-    assert found.read_bytes() == wanted.read_bytes()
-    steps = [r.step for r in run.begin(lm, out).training_records()]
-    assert steps == list(range(0, 31, 5))
-    for name in ("loss", "edit", "local"):
-        pairs = zip(run.begin(lm, out).training_records(), whole.training_records(), strict=True)
-        assert all(getattr(a, name) == getattr(b, name) for a, b in pairs)
+        file.write('{"step": 9')  # a line cut off by the kill
+    run = make_run(model, data, steps=30, training=quick_training(method))
+    records: list[TrainingRecord] = []
+    resumed = run.run(lm, run.create_or_open(lm, out), on_evaluation=records.append)
+    assert records[0].step == last
+    whole = run.create_or_open(lm, tmp_path / "whole")
+    uninterrupted = run.run(lm, whole)
+    assert resumed.read_bytes() == uninterrupted.read_bytes()
+    found = run.create_or_open(lm, out).training_records()
+    assert [r.step for r in found] == list(range(0, 31, 5))
+    for one, other in zip(found, whole.training_records(), strict=True):
+        assert replace(one, seconds=0) == replace(other, seconds=0)
 
 
-def test_writing_takes_a_share_of_the_time_only(
+def test_saving_takes_a_small_fraction_of_the_time(
     lm: LM, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, written = 0.0, []
+    now, saved = 0.0, []
 
-    def slowly(trainer: Trainer, path: Path) -> None:
+    def slow_save(trainer: Trainer, path: Path) -> None:
         nonlocal now
         now += 1
-        written.append(trainer.progress.step)
+        saved.append(trainer.progress.step)
 
-    def seen(record: TrainingRecord) -> None:
+    def slow_evaluation(record: TrainingRecord) -> None:
         nonlocal now
         now += 4
 
     monkeypatch.setattr(runs_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(runs_module, "write_checkpoint", slowly)
-    run = a_run(model, data, steps=30)
-    run.go_on(lm, run.begin(lm, tmp_path / "run"), seen=seen)
-    assert written == [0, 25, 30]  # looks take 4 s, writing 1 s and not within the next 20; the end
+    monkeypatch.setattr(training_module, "write_checkpoint", slow_save)
+    run = make_run(model, data, steps=30)
+    run.run(lm, run.create_or_open(lm, tmp_path / "run"), on_evaluation=slow_evaluation)
+    # Evaluations take 4 s and saves 1 s, after which the next save waits 20 s or for the end.
+    assert saved == [0, 25, 30]
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps_the_best(
+def test_a_nan_loss_stops_training_and_saves_the_best_network(
     lm: LM, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, steps = training_module.training_pass, []
 
-    def broken(*words: Any, learn: bool) -> Any:
-        seen = real(*words, learn=learn)
-        steps.append(learn)
-        return replace(seen, edit=seen.edit * math.nan) if sum(steps) == 8 else seen
+    def broken(*args: Any, train: bool) -> Any:
+        losses = real(*args, train=train)
+        steps.append(train)
+        nan = replace(losses, edit_loss=losses.edit_loss * math.nan)
+        return nan if sum(steps) == 8 else losses
 
     monkeypatch.setattr(training_module, "training_pass", broken)
-    run = a_run(model, data, save_every=1e9)
-    folder = run.begin(lm, tmp_path / "run")
-    with pytest.raises(
-        DidNotConverge, match=r"at step 7 the loss .* no number .*up to step 5 is kept"
-    ):
-        run.go_on(lm, folder)
-    assert load_weights(folder.path / WEIGHTS).trained["step"] == 5
+    run = make_run(model, data, save_every=1e9)
+    folder = run.create_or_open(lm, tmp_path / "run")
+    with pytest.raises(DidNotConverge, match=r"loss .* is nan at step 7; .* of step 5, is saved"):
+        run.run(lm, folder)
+    assert load_weights(folder.path / WEIGHTS).training["step"] == 5
     monkeypatch.setattr(training_module, "training_pass", real)
-    run.go_on(lm, run.begin(lm, folder.path))
+    run.run(lm, run.create_or_open(lm, folder.path))
     assert [r.step for r in folder.training_records()] == [0, 5, 10, 12]
 
 
-def test_training_stops_where_it_gets_no_better(
+def test_training_stops_early_without_improvement(
     lm: LM, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    still = quick(lr=1e-12, design=(("rank", 8), ("lr", 1e-12)), every=2, patience=3)
-    run = a_run(model, data, training=still, steps=1000)
-    folder = run.begin(lm, tmp_path / "run")
-    run.go_on(lm, folder)
+    network = MendConfig(rank=8, edit_lr=1e-12)
+    still = quick_training(lr=1e-12, network=network, eval_every=2, patience=3)
+    run = make_run(model, data, training=still, steps=1000)
+    folder = run.create_or_open(lm, tmp_path / "run")
+    run.run(lm, folder)
     assert len(folder.training_records()) < 30
 
 
-def test_minutes_bound_training(lm: LM, model: Path, data: Path, tmp_path: Path) -> None:
-    run = a_run(model, data, steps=None, minutes=1e-3)
-    folder = run.begin(lm, tmp_path / "run")
-    run.go_on(lm, folder)
+def test_minutes_limit_training(lm: LM, model: Path, data: Path, tmp_path: Path) -> None:
+    run = make_run(model, data, steps=None, minutes=1e-3)
+    folder = run.create_or_open(lm, tmp_path / "run")
+    run.run(lm, folder)
     assert folder.training_records()[-1].step < 100
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
-        ({"batch": 1}, "batch is 1"),
+        ({"batch_size": 1}, "batch_size is 1; give 2 or more"),
         ({"lr": 0.0}, "lr is 0"),
-        ({"design": (("depth", 3),)}, "no 'depth'"),
+        ({"eval_every": 0}, "eval_every is 0"),
     ],
 )
-def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadSetting, match=words):
-        Training(**{"method": "mend", **settings})
+def test_settings_out_of_range_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSetting, match=message):
+        quick_training(**settings)
 
 
-def test_how_long_must_be_said(model: Path, data: Path) -> None:
-    with pytest.raises(BadSetting, match="how long"):
-        a_run(model, data, steps=None)
+def test_network_settings_are_checked() -> None:
+    assert network_config("ke", lstm_width=8) == KeConfig(lstm_width=8)
+    with pytest.raises(BadSetting, match="no setting 'depth'; use edit_lr, hidden_layers, rank"):
+        network_config("mend", depth=3)
+    with pytest.raises(BadSetting, match="method is 'rome'; only these are trained: mend, ke"):
+        network_config("rome")
+    with pytest.raises(BadSetting, match="rank is 0"):
+        network_config("mend", rank=0)
+
+
+def test_steps_or_minutes_are_required(model: Path, data: Path) -> None:
+    with pytest.raises(BadSetting, match="steps and minutes are None"):
+        make_run(model, data, steps=None)
     with pytest.raises(BadSetting, match="minutes is -1"):
-        a_run(model, data, minutes=-1.0)
+        make_run(model, data, minutes=-1.0)
 
 
-# ---- what is told of it
+# ---- runs of format 1
+
+
+def test_a_run_of_format_1_is_reported_but_not_resumed(
+    lm: LM, model: Path, data: Path, tmp_path: Path
+) -> None:
+    run = make_run(model, data)
+    folder = run.create_or_open(lm, tmp_path)
+    spec = 'command = "train"\nmodel = "m"\n[source]\ndata = "zsre"\n[training]\nmethod = "mend"\n'
+    (tmp_path / "spec.toml").write_text(spec + "[training.design]\nrank = 8\n")
+    old = {
+        "step": 5, "seconds": 2.0, "trained": 3.0, "loss": 2.0, "before": 9.0, "edit": 1.0,
+        "rephrased": 1.5, "local": 0.25, "said": 0.5, "said_rephrased": 0.375, "kept": 0.75,
+    }  # fmt: skip
+    folder.records_path.write_text(json.dumps(old) + "\n")
+    wanted = TrainingRecord(
+        step=5, seconds=2.0, train_loss=3.0, loss=2.0, unedited_loss=9.0, edit_loss=1.0,
+        rephrase_loss=1.5, locality_loss=0.25, edit_accuracy=0.5, rephrase_accuracy=0.375,
+        locality_accuracy=0.75,
+    )  # fmt: skip
+    assert TrainingCurve.of(folder.spec(), folder.training_records()).best == wanted
+    with pytest.raises(BadRunFolder, match=r"earlier factscope \(format 1\).*another folder"):
+        run.create_or_open(lm, tmp_path)
+
+
+def test_a_checkpoint_of_format_1_is_an_error(lm: LM, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / CHECKPOINT
+    header = {"format": "factscope-checkpoint 1", "progress": {"step": 3}}
+    path.write_bytes(pack_tensors({"network.x": torch.zeros(1)}, header))
+    with pytest.raises(BadEditorWeights, match=r"has format 1, and this factscope reads 2"):
+        load_checkpoint_(Trainer(lm, examples_of(data), quick_training()), path)
+
+
+# ---- reports
 
 SPEC = {"model": "m", "source": {"data": "zsre"}, "training": {"method": "ke", "lr": 0.25}}
 
 
-def a_look(step: int, loss: float) -> TrainingRecord:
+def evaluation(step: int, loss: float) -> TrainingRecord:
     return TrainingRecord(
-        step=step, seconds=6.0 * step, trained=None, loss=loss, before=9.0, edit=loss,
-        rephrased=2 * loss, local=0.0, said=1 - loss / 10, said_rephrased=0.5, kept=0.75,
+        step=step, seconds=6.0 * step, train_loss=None, loss=loss, unedited_loss=9.0,
+        edit_loss=loss, rephrase_loss=2 * loss, locality_loss=0.0, edit_accuracy=1 - loss / 10,
+        rephrase_accuracy=0.5, locality_accuracy=0.75,
     )  # fmt: skip
 
 
-def test_the_best_look_is_marked() -> None:
+def test_the_best_evaluation_is_marked() -> None:
     losses = (math.nan, 4.0, 2.5, 3.0, 2.5)
-    course = TrainingCurve.of(SPEC, [a_look(12_345 * i, loss) for i, loss in enumerate(losses)])
-    assert course.best.step == 24_690
-    rows = looks_table(course).rows
+    curve = TrainingCurve.of(SPEC, [evaluation(12_345 * i, x) for i, x in enumerate(losses)])
+    assert curve.best.step == 24_690
+    rows = training_table(curve).rows
     assert [{getattr(cell, "mark", None) for cell in row} for row in rows] == [
         {None}, {None}, {"best"}, {None}, {None},
     ]  # fmt: skip
     assert list(map(str, rows[2])) == ["24690", "2469", "2.5", "75.0", "50.0", "75.0", "0"]
-    page = training_page(course)
-    for words in ("KE trained on zsRE, m, 49380 steps", '<td class="number best">2.5</td>',
-                  "<dt>best step</dt><dd>24690</dd>", "<td>training.lr</td>"):  # fmt: skip
-        assert words in page
-    values = json.loads(json.dumps(training_values(course), allow_nan=False))
-    assert (values["best"]["step"], values["looks"][0]["loss"]) == (24_690, None)
+    page = training_page(curve)
+    for text in ("KE trained on zsRE, m, 49380 steps", '<td class="number best">2.5</td>',
+                 "<dt>best step</dt><dd>24690</dd>", "<td>training.lr</td>"):  # fmt: skip
+        assert text in page
+    values = json.loads(json.dumps(training_to_dict(curve), allow_nan=False))
+    assert (values["best"]["step"], values["evaluations"][0]["loss"]) == (24_690, None)
 
 
-def test_the_figure_shows_each_look_and_the_best() -> None:
+def test_the_figure_shows_every_evaluation_and_the_best_step() -> None:
     losses = (4.0, 2.5, 3.0)
-    course = TrainingCurve.of(SPEC, [a_look(10 * i, loss) for i, loss in enumerate(losses)])
-    left, right = training_figure(course).axes
+    curve = TrainingCurve.of(SPEC, [evaluation(10 * i, loss) for i, loss in enumerate(losses)])
+    left, right = training_figure(curve).axes
     drawn = [
         {x.get_label(): np.array(x.get_data()) for x in ax.get_lines()} for ax in (left, right)
     ]
-    assert drawn[0]["in other words"][1].tolist() == [8.0, 5.0, 6.0]
-    assert drawn[1]["new object said"][1].tolist() == pytest.approx([0.6, 0.75, 0.7])
+    assert drawn[0]["rephrase"][1].tolist() == [8.0, 5.0, 6.0]
+    assert drawn[1]["edit"][1].tolist() == pytest.approx([0.6, 0.75, 0.7])
     for lines in drawn:
-        assert lines["best look"][0].tolist() == [10, 10]
+        assert lines["best step"][0].tolist() == [10, 10]
 
 
-def test_a_spec_without_its_settings_is_named() -> None:
+def test_a_spec_without_its_source_is_an_error() -> None:
     with pytest.raises(BadRecord, match="no 'source'"):
-        TrainingCurve.of({"model": "m"}, [a_look(0, 1.0)])
+        TrainingCurve.of({"model": "m"}, [evaluation(0, 1.0)])
 
 
-# ---- on the command line
+# ---- command line
 
 
 @pytest.fixture
@@ -507,7 +562,7 @@ def test_train_edit_and_evaluate(run: Run, model: Path, data: Path, method: str)
     assert "weights_sha256" in refused.err
 
 
-def test_a_training_is_reported(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+def test_report_of_a_training_run(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
     words = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "t")
     assert run(*words).code == 0
     told = run("report", "t")
@@ -523,12 +578,13 @@ def test_a_training_is_reported(run: Run, model: Path, data: Path, tmp_path: Pat
     assert (said["training"], said["method"], said["data"], said["steps"]) == (
         "t", "mend", "towers", 6,
     )  # fmt: skip
-    looks = [json.loads(line) for line in Path("t/records.jsonl").read_text().splitlines()]
-    assert said["looks"] == looks
-    assert said["best"] == min(looks, key=lambda look: look["loss"])
-    assert said["best"]["step"] == load_weights(Path("t") / WEIGHTS).trained["step"]
+    records = [asdict(record) for record in read_training_records(Path("t/records.jsonl"))]
+    assert said["evaluations"] == records
+    assert said["best"] == min(records, key=lambda record: record["loss"])
+    assert said["best"]["step"] == load_weights(Path("t") / WEIGHTS).training["step"]
     with Path("r/table.csv").open() as file:
-        assert [float(row["edit"]) for row in csv.DictReader(file)] == [x["edit"] for x in looks]
+        losses = [float(row["edit_loss"]) for row in csv.DictReader(file)]
+    assert losses == [record["edit_loss"] for record in records]
     shutil.copytree("t", "u")
     for asked, why in (
         (("t", "--cases", "1"), "say nothing of a training"),
@@ -541,7 +597,7 @@ def test_a_training_is_reported(run: Run, model: Path, data: Path, tmp_path: Pat
     Path("u/records.jsonl").unlink()
     refused = run("report", "u", "--out", "none")
     assert refused.code == 2
-    assert "training of mend on towers has no look at its held-out examples yet" in refused.err
+    assert "training of mend on towers has no evaluation yet" in refused.err
     assert not Path("none").exists()
 
 
@@ -571,7 +627,7 @@ def test_each_mistake_is_one_message(run: Run, model: Path, data: Path, tmp_path
         (("--text", "no.txt"), "there is no text file"),
         (("--exclude", small), "--exclude goes with"),
         (("--data", data, "--locality", "far"), "--locality 'far'"),
-        (("--data", data, "--layer", 9, "--out", "u", *QUICK), "layer 9 is out of range"),
+        (("--data", data, "--layer", 9, "--out", "u", *QUICK), "layer is 9"),
         (("--data", data, "--exclude", data, "--out", "v", *QUICK), "not excluded"),
     ):
         done = run(*words, *more)
@@ -583,7 +639,7 @@ def test_each_mistake_is_one_message(run: Run, model: Path, data: Path, tmp_path
     assert run("train", "mend", "--model", model, *QUICK).code == 2
     ask = ("evaluate", "--model", model, "--data", data, "--out", "e", "--method")
     done = run(*ask, "mend")
-    assert (done.code, "must be trained first" in done.err) == (2, True)
+    assert (done.code, "needs trained weights" in done.err) == (2, True)
     done = run(*ask, "rome", "--weights", data)
     assert (done.code, "rome has no --weights" in done.err) == (2, True)
     done = run(*ask, "mend", "--weights", data)

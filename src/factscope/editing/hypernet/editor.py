@@ -1,17 +1,12 @@
-"""Mend and Ke: editors that take a fact's gradient and a trained network, and no search.
+"""MEND and KE on a model.
 
-One pass through the model, back through its last layers, and once through the network. Several
-facts in one edit are the sum of the edits of each.
-
-From lines to changes: through the model, back to the edited places, and through the network.
-
-Everything here takes and returns tensors and never asks how many of something there are, so that
-the pass of one fact can be recorded (`lm.played`).
+An edit takes one forward pass, one backward pass through the edited layers and one pass through the
+trained network; nothing is optimised. Facts are independent: the edit of several facts is the sum
+of their edits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,204 +27,165 @@ from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.hypernet.gradients import (
     FactorChange,
     SplitModel,
-    TargetModule,
     TokenBatch,
     changes_applied,
     gradient_factors,
 )
-from factscope.editing.hypernet.model import EmbeddedRequest, Hypernetwork
-from factscope.editing.settings import HypernetEditor
+from factscope.editing.hypernet.model import EmbeddedRequest
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
-from factscope.lm.accel.buckets import LengthBuckets
-from factscope.lm.accel.graphs import played, plays
+from factscope.lm.accel import LengthBuckets, can_capture, captured, on_gpu
 from factscope.progress import Progress
 
 if TYPE_CHECKING:
+    from factscope.editing.settings import HypernetEditor
     from factscope.lm.model import LM
 
-__all__ = ["BoundHypernet", "Passes"]
+__all__ = ["BoundHypernet", "embed_request"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Passes:
-    """The passes that a network's edits of a model take."""
-
-    lm: "LM"
-    places: list[TargetModule]
-    network: Hypernetwork
-    scale: float
-    """What every change is multiplied by."""
-
-    @cached_property
-    def halves(self) -> SplitModel:
-        """The model, cut below the first edited layer."""
-        return SplitModel(self.lm, self.places[0].layer)
-
-    @property
-    def name(self) -> tuple[Any, ...]:
-        """What tells these passes from those of other networks."""
-        places = tuple(x.data_ptr() for x in self.network.state_dict().values())
-        return self.network.method, self.scale, self.network.design, places
-
-    def of_lines(self, read: Tensor, *tables: Tensor) -> tuple[Tensor, list[FactorChange]]:
-        """The losses of lines (given as `Lines` has them) and each place's change for each.
-
-        `read` is what the network made of the lines' tokens.
-        """
-        lines = TokenBatch(*tables)
-        entering, _ = self.halves.below(lines.ids)
-        return self._changes(lines, entering, read)
-
-    def with_text(
-        self, text: Int[Tensor, "1 token"], read: Tensor, *tables: Tensor
-    ) -> tuple[Tensor, list[FactorChange], Float[Tensor, "2"]]:
-        """The same of one line with a text beside it, and the text's losses before and after."""
-        lines = TokenBatch(*tables)
-        rows = [lines.ids, text]
-        lengths = [row.shape[1] for row in rows]
-        padded = [nn.functional.pad(row, (0, max(lengths) - row.shape[1])) for row in rows]
-        entering, last = self.halves.below(torch.cat(padded), lengths)
-        losses, changes = self._changes(lines, entering[:1, : lengths[0]], read)
-        with torch.no_grad():
-            with changes_applied(self.places, changes):
-                after = self.halves.above(entering[1:, : lengths[1]])
-            texts = [text_loss(self.lm, x, text) for x in (last[1, : lengths[1]], after[0])]
-        return losses, changes, torch.stack(texts)
-
-    def _changes(
-        self, lines: TokenBatch, entering: Tensor, read: Tensor
-    ) -> tuple[Tensor, list[FactorChange]]:
-        """The same, given what enters the first edited layer."""
-        factors, losses = gradient_factors(self.lm, self.places, self.halves, entering, lines)
-        with torch.no_grad():
-            changes = self.network.changes(factors, read)
-            return losses, [FactorChange(B=c.B * self.scale, A=c.A) for c in changes]
-
-
-AT_ONCE = {"cpu": 8, "cuda": 64}
-"""How many facts go through the model together."""
+def embed_request(lm: "LM", batch: TokenBatch) -> EmbeddedRequest:
+    """The model's token embeddings of a batch; they are read, never changed."""
+    with torch.no_grad():
+        return EmbeddedRequest(lm.embed(batch.ids), batch.lengths)
 
 
 class BoundHypernet(BoundEditor):
     """MEND or KE bound to a model."""
 
-    def __init__(self, settings: HypernetEditor, lm: "LM") -> None:
-        weights = settings.trained
-        self.settings = settings
-        self.lm = lm
-        self.places = weights.places(lm)
-        self.network = weights.on(lm.device)
+    def __init__(self, settings: "HypernetEditor", lm: "LM") -> None:
+        self.settings, self.lm = settings, lm
+        self.split = SplitModel(lm, settings.trained.targets(lm))
+        self.network = settings.trained.on(lm.device)
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: the sum of their edits."""
-        single = raise_first_error(self._attempt(facts, progress))
-        return _measured(self.lm, [_together(single)])[0]
+        edits = raise_first_error(self._edits(facts, progress))
+        return self._checked([_sum(edits)])[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        """An edit for each fact on its own, or its error."""
-        edits = self._attempt(facts, progress)
-        return map_valid(edits, lambda edits: _measured(self.lm, edits))
+        """An edit for each fact on its own, or the error of a fact that cannot be edited."""
+        return map_valid(self._edits(facts, progress), self._checked)
 
-    @cached_property
-    def passes(self) -> Passes:
-        """How it goes through the model."""
-        return Passes(
-            lm=self.lm, places=self.places, network=self.network, scale=self.settings.scale
-        )
+    def _checked(self, edits: Sequence[Edit]) -> list[Edit]:
+        """The edits with their checks; that of a single fact may have them already."""
+        return list(edits) if all(edit.checks for edit in edits) else with_checks(self.lm, edits)
 
-    def _attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        """The edits before their checks, or the error of each fact."""
-        size = self.settings.facts_per_pass or AT_ONCE.get(self.lm.device.type, 8)
+    def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        size = self.settings.facts_per_pass or (64 if on_gpu(self.lm) else 8)
 
-        def solve(some: Sequence[EditRequest], progress: Progress) -> "list[Edit | FactscopeError]":
-            made = self.edits(some)
+        def solve(
+            requests: Sequence[EditRequest], progress: Progress
+        ) -> list[Edit | FactscopeError]:
+            edits = self._edit_batch(requests)
             progress(1.0)
-            return made
+            return edits
 
         return map_valid(
             edit_requests(self.lm, facts),
-            lambda asked: run_in_batches(asked, size, solve, progress),
+            lambda requests: run_in_batches(requests, size, solve, progress),
         )
 
-    def edits(self, requests: Sequence[EditRequest]) -> "list[Edit | FactscopeError]":
-        """All the facts at once."""
-        lines = self._lines(requests)
+    def _edit_batch(self, requests: Sequence[EditRequest]) -> list[Edit | FactscopeError]:
+        """An edit for each request, all in one pass."""
+        batch = self._token_batch(requests)
         with torch.no_grad():
-            read = self.network.read(told_of(self.lm, lines))
-        given = (read, *vars(lines).values())
-        if lines.alone and plays(self.lm):
-            return [self._alone(requests[0], given)]
-        losses, changes = self.passes.of_lines(*given)
+            encoded = self.network.encode(embed_request(self.lm, batch))
+        if batch.single and can_capture(self.lm):
+            return [self._edit_captured(requests[0], encoded, batch)]
+        entering, _ = self.split.below(batch.ids)
+        losses, changes = self._changes(batch, entering, encoded)
         return [
-            self._edit(asked, [change.to("cpu") for change in some], loss)
-            for asked, some, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
+            self._to_edit(request, [change.to("cpu") for change in own], loss)
+            for request, own, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
         ]
 
-    def _alone(self, asked: EditRequest, given: Sequence[Tensor]) -> "Edit | FactscopeError":
-        """One fact, where passes are played: its edit with the guard rails measured."""
-        text, passes = check_text_ids(self.lm), self.passes
-        losses, changes, texts = played(self.lm, passes.name, passes.with_text, text, *given)
-        (own,) = _by_fact(changes)
-        edit = self._edit(asked, own, losses.item())
+    def _token_batch(self, requests: Sequence[EditRequest]) -> TokenBatch:
+        """The requests as tensors; the lengths of a single one are rounded up to few shapes."""
+        rows = [request.rows[0] for request in requests]
+        buckets = LengthBuckets.of(self.lm, len(rows))
+        tokens = buckets.for_tokens(max(len(row.ids) for row in rows), self.lm.context)
+        labels = buckets.for_labels(max(len(row.labels) for row in rows))
+        return TokenBatch.of(rows, self.lm.device, tokens, labels)
+
+    def _changes(
+        self, batch: TokenBatch, entering: Tensor, encoded: Tensor
+    ) -> tuple[Float[Tensor, " fact"], list[FactorChange]]:
+        """The facts' losses before the edit, and the change of each weight for each fact."""
+        factors, losses = gradient_factors(self.split, entering, batch)
+        with torch.no_grad():
+            changes = self.network.changes(factors, encoded)
+            scale = self.settings.scale
+            return losses, [FactorChange(B=change.B * scale, A=change.A) for change in changes]
+
+    def _edit_captured(
+        self, request: EditRequest, encoded: Tensor, batch: TokenBatch
+    ) -> Edit | FactscopeError:
+        """A single fact by a captured pass, which also measures the checks."""
+        text = check_text_ids(self.lm)
+        tensors = (text, encoded, *vars(batch).values())
+        network = self.network
+        # A captured pass reads the network where it lies in memory.
+        addresses = tuple(x.data_ptr() for x in network.state_dict().values())
+        key: Any = (network.method, self.settings.scale, network.config, network.weights, addresses)
+        losses, changes, text_losses = captured(self.lm, key, self._changes_and_checks, *tensors)
+        edit = self._to_edit(request, next(_by_fact(changes)), losses.item())
         if isinstance(edit, Edit):
-            checks = measure_checks(self.lm, edit, *perplexities(texts))
+            checks = measure_checks(self.lm, edit, *perplexities(text_losses))
             edit = replace(edit, checks=checks).to("cpu")
         return edit
 
-    def _lines(self, requests: Sequence[EditRequest]) -> TokenBatch:
-        """The facts as lines; one alone gets room that makes its shape a frequent one."""
-        lines = [asked.rows[0] for asked in requests]
-        room = LengthBuckets.of(self.lm, len(lines))
-        length = room.for_tokens(max(len(line.ids) for line in lines), self.lm.context)
-        reads = room.for_labels(max(len(line.positions) for line in lines))
-        return TokenBatch.of(lines, self.lm.device, length, reads)
+    def _changes_and_checks(
+        self, text: Int[Tensor, "1 token"], encoded: Tensor, *fields: Tensor
+    ) -> tuple[Tensor, list[FactorChange], Float[Tensor, "2"]]:
+        """`_changes` for one row (the fields of its `TokenBatch`), and the losses of the check text
+        before and after the edit. No shape depends on the data, so that it can be captured."""
+        batch = TokenBatch(*fields)
+        rows = [batch.ids, text]
+        lengths = [row.shape[1] for row in rows]
+        padded = [nn.functional.pad(row, (0, max(lengths) - row.shape[1])) for row in rows]
+        entering, last = self.split.below(torch.cat(padded), lengths)
+        losses, changes = self._changes(batch, entering[:1, : lengths[0]], encoded)
+        with torch.no_grad():
+            with changes_applied(self.split.targets, changes):
+                edited = self.split.above(entering[1:, : lengths[1]])
+            states = (last[1, : lengths[1]], edited[0])
+            return losses, changes, torch.stack([text_loss(self.lm, x, text) for x in states])
 
-    def _edit(
-        self, asked: EditRequest, changes: Sequence[LowRank], loss: float
-    ) -> "Edit | FactscopeError":
-        named = {place.name: change for place, change in zip(self.places, changes, strict=True)}
+    def _to_edit(
+        self, request: EditRequest, changes: Sequence[LowRank], loss: float
+    ) -> Edit | FactscopeError:
         finite = [x.isfinite().all() for change in changes for x in (change.A, change.B)]
         if not torch.stack(finite).all():
             return DidNotConverge(
-                f"the network's edit for {asked.fact.text!r} is no number; load the model in "
+                f"the network's edit for {request.fact.text!r} is not finite; load the model in "
                 "float32, or train the weights again"
             )
+        names = [target.name for target in self.split.targets]
         return Edit(
-            changes=named,
+            changes=dict(zip(names, changes, strict=True)),
             model=self.lm.name,
             fingerprint=self.lm.fingerprint,
             method=self.settings.method,
-            facts=(asked.fact,),
+            facts=(request.fact,),
             settings={**self.settings.to_dict(), "losses": [[loss]]},
         )
 
 
-def told_of(lm: "LM", lines: TokenBatch) -> EmbeddedRequest:
-    """The lines' tokens as the model embeds them: read, never trained or made longer."""
-    with torch.no_grad():
-        return EmbeddedRequest(lm.embed(lines.ids), lines.lengths)
-
-
 def _by_fact(changes: Sequence[FactorChange]) -> Iterator[list[LowRank]]:
-    """Each fact's changes, without the tokens at which there is none."""
+    """Each fact's changes, without the ranks that are zero."""
     device = changes[0].A.device
-    used = torch.stack([(c.B != 0).any(1) & (c.A != 0).any(2) for c in changes]).cpu()
-    used[:, :, 0] |= ~used.any(2)
-    for i in range(used.shape[1]):
-        some = [mine.nonzero()[:, 0].to(device) for mine in used[:, i]]
+    nonzero = torch.stack([(c.B != 0).any(1) & (c.A != 0).any(2) for c in changes]).cpu()
+    nonzero[:, :, 0] |= ~nonzero.any(2)  # keep at least one rank
+    for i in range(nonzero.shape[1]):
+        ranks = [mask.nonzero()[:, 0].to(device) for mask in nonzero[:, i]]
         yield [
-            LowRank(change.B[i][:, mine].float(), change.A[i][mine].float())
-            for change, mine in zip(changes, some, strict=True)
+            LowRank(change.B[i][:, own].float(), change.A[i][own].float())
+            for change, own in zip(changes, ranks, strict=True)
         ]
 
 
-def _measured(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
-    """The edits with their guard rails, which one alone may have already."""
-    return list(edits) if all(edit.checks for edit in edits) else with_checks(lm, edits)
-
-
-def _together(edits: Sequence[Edit]) -> Edit:
+def _sum(edits: Sequence[Edit]) -> Edit:
     """The sum of edits by one method, as one edit."""
     first, *others = edits
     if not others:
@@ -238,12 +194,13 @@ def _together(edits: Sequence[Edit]) -> Edit:
     for edit in others:
         for name, change in edit.changes.items():
             changes[name] = add_changes(changes[name], change)
-    losses = [mine for edit in edits for mine in edit.settings["losses"]]
-    return Edit(
+    return replace(
+        first,
         changes=changes,
-        model=first.model,
-        fingerprint=first.fingerprint,
-        method=first.method,
         facts=tuple(fact for edit in edits for fact in edit.facts),
-        settings={**first.settings, "losses": losses},
+        settings={
+            **first.settings,
+            "losses": [loss for edit in edits for loss in edit.settings["losses"]],
+        },
+        checks=None,
     )

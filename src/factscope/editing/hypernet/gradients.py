@@ -1,24 +1,22 @@
-"""The gradient of a linear layer, as the factors that it is made of (MEND, §3).
+"""Gradients of linear layers in factored form (MEND, §3), and the model that they come from.
 
-For one line of tokens the gradient of a loss with respect to W is Σ_t δ_t x_tᵀ: x_t is what the
-layer reads at token t, δ_t the gradient with respect to what it returns there. The factors are
-small, each fact of a batch has its own, and whatever is made of them is an edit of low rank.
+For one row of tokens the gradient of a loss with respect to a weight is
 
-Lines of tokens and what should follow them, side by side as one batch.
+    ∇W = Σ_t δ_t x_tᵀ
 
-The Space Needle is in downtown Paris
-                             ▲ reads: what should follow here is the label
+where x_t is the layer's input at token t and δ_t the gradient with respect to its output there.
+The factors are small, each fact of a batch has its own, and an edit built from them has low rank:
+ΔW = B A.
 
-The model in two: below the first edited layer, which no edit changes, and from there on.
-
-Which weights a learned editor changes: those of the last layers' MLPs, in and out.
+Edits never change the layers below the first edited one. `SplitModel` runs those once and repeats
+only the layers above under each edit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = [
-    "LAST",
     "FactorChange",
     "GradientFactors",
     "SplitModel",
@@ -48,132 +45,24 @@ __all__ = [
     "target_modules",
 ]
 
-
-@dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """Lines of one length, shorter ones filled up on the right with what nothing looks at."""
-
-    ids: Int[Tensor, "line token"]
-    reads: Int[Tensor, "line read"]
-    labels: Int[Tensor, "line read"]
-    real: Bool[Tensor, "line read"]
-    """Which reads a line has."""
-    lengths: Int[Tensor, " line"]
-
-    @classmethod
-    def of(
-        cls, lines: Sequence[TokenRow], device: torch.device, length: int = 0, reads: int = 0
-    ) -> "TokenBatch":
-        """The lines as tensors, at least so long and with room for at least so many reads."""
-        length = max(length, *(len(line.ids) for line in lines))
-        reads = max(reads, *(len(line.positions) for line in lines))
-
-        def table(lists: Sequence[Sequence[int]], width: int) -> Tensor:
-            return torch.tensor([[*x, *[0] * (width - len(x))] for x in lists], device=device)
-
-        return cls(
-            ids=table([line.ids for line in lines], length),
-            reads=table([line.positions for line in lines], reads),
-            labels=table([line.labels for line in lines], reads),
-            real=table([[1] * len(line.positions) for line in lines], reads).bool(),
-            lengths=torch.tensor([len(line.ids) for line in lines], device=device),
-        )
-
-    def logs(
-        self, lm: "LM", hidden: Float[Tensor, "line token width"]
-    ) -> Float[Tensor, "read vocabulary"]:
-        """log P of every token at each read, the last layer's states given."""
-        rows = torch.arange(len(self.ids), device=self.reads.device)[:, None]
-        row, read = self._chosen(rows.expand_as(self.reads)), self._chosen(self.reads)
-        logits = lm.decode(hidden[row.to(hidden.device), read.to(hidden.device)])
-        return logits.float().log_softmax(-1).to(self.ids.device)
-
-    def losses(self, logs: Float[Tensor, "read vocabulary"]) -> Float[Tensor, " line"]:
-        """Each line's mean of -log P over its labels."""
-        return self.means(-logs.gather(1, self._chosen(self.labels)[:, None])[:, 0])
-
-    def means(self, numbers: Float[Tensor, " read"]) -> Float[Tensor, " line"]:
-        """Each line's mean of what its reads gave."""
-        none = numbers.new_zeros(self.real.shape)
-        if self.alone:
-            table = torch.where(self.real, numbers, none)
-        else:
-            table = none.masked_scatter(self.real, numbers)
-        return table.sum(1) / self.real.sum(1)
-
-    def all_said(self, logs: Float[Tensor, "read vocabulary"]) -> Bool[Tensor, " line"]:
-        """Whether all labels of a line are the likeliest where they stand."""
-        right = (logs.argmax(-1) == self._chosen(self.labels)).float()
-        return self.means(right) == 1
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one line only. All its reads are looked at, also those that it does not
-        have and that count for nothing: how many there are need not be known (`learned.passes`)."""
-        return len(self.ids) == 1
-
-    def _chosen(self, table: Int[Tensor, "line slot"]) -> Int[Tensor, " read"]:
-        """What the table has at the reads that are looked at."""
-        return table[0] if self.alone else table[self.real]
+EDITED_LAYERS = 3
+"""Layers that are edited by default, as in MEND's own settings."""
 
 
-class SplitModel:
-    """A model cut below a layer: the lower half is run once, the upper one under many edits."""
-
-    def __init__(self, lm: "LM", first: int) -> None:
-        self.lm, self.first = lm, first
-        self._replays: dict[int, Replay] = {}
-
-    @torch.no_grad()
-    def below(
-        self, ids: Int[Tensor, "line token"], lengths: Sequence[int] = ()
-    ) -> tuple[Float[Tensor, "line token width"], Float[Tensor, "line token width"]]:
-        """What enters the first edited layer, and what the unedited model's last layer returns.
-
-        After that lines of those lengths, or as long as one alone, need no run of their own.
-        """
-        lengths = lengths or ([ids.shape[1]] if len(ids) == 1 else [])
-        if lengths:
-            run = forward(self.lm, ids)
-            for length in lengths:
-                view = PackedView.whole(1, length, ids.device)
-                self._replays[length] = Replay(self.lm, run, view)
-            return (run.inputs, *run.states)[self.first], run.states[-1]
-        entering: list[Tensor] = []
-        last: list[Tensor] = []
-        blocks = self.lm.blocks
-
-        def enter(args: tuple, named: dict) -> None:
-            entering.append(args[0] if args else named["hidden_states"])
-
-        with hook_calls((blocks[self.first], enter)), hook_outputs((blocks[-1], last.append)):
-            self.lm.model.base_model(ids, use_cache=False)
-        return entering[0], last[0]
-
-    def above(self, hidden: Float[Tensor, "line token width"]) -> Float[Tensor, "line token width"]:
-        """The last layer's states, as the layers from the first edited one on are now."""
-        replay = self._replay(hidden.shape[1])
-        for layer in range(self.first, self.lm.n_layers):
-            hidden = replay(layer, hidden)
-        return hidden
-
-    def _replay(self, length: int) -> Replay:
-        """How the blocks are called on lines of a length; one line's calls serve any number."""
-        if length not in self._replays:
-            self.below(torch.zeros(1, length, dtype=torch.long, device=self.lm.device))
-        return self._replays[length]
+# ---- the edited weights
 
 
-LAST = 3
-"""How many layers are edited where nothing is said, as in MEND's own settings."""
+class WeightShape(NamedTuple):
+    """An edited weight: its name in the model and the widths of its input and output."""
 
-WeightShape = tuple[str, int, int]
-"""A weight's full name, the width of its input (key) and of its output (value)."""
+    name: str
+    keys: int
+    values: int
 
 
 @dataclass(frozen=True, eq=False)
 class TargetModule:
-    """A weight that is edited."""
+    """A linear layer whose weight is edited."""
 
     module: nn.Module
     layer: int
@@ -182,118 +71,250 @@ class TargetModule:
     @property
     def name(self) -> str:
         """The weight's full name in the model."""
-        return self.shape[0]
+        return self.shape.name
 
 
 def last_layers(lm: "LM") -> tuple[int, ...]:
-    """The layers that are edited where nothing is said."""
-    return tuple(range(max(0, lm.n_layers - LAST), lm.n_layers))
+    """The layers that are edited by default."""
+    return tuple(range(max(0, lm.n_layers - EDITED_LAYERS), lm.n_layers))
 
 
 def target_modules(lm: "LM", layers: Sequence[int]) -> list[TargetModule]:
-    """The weights of those layers' MLPs, lowest layer first."""
+    """The linear layers of these layers' MLPs, lowest layer first."""
     if not layers:
-        raise BadSetting("no layer to edit; name at least one")
+        raise BadSetting("layers is empty; name at least one layer to edit")
     found = []
     for layer in sorted({check_layer(lm, layer) for layer in layers}):
         for module in [*lm.mlp_in(layer), lm.mlp_out(layer)]:
-            found.append(TargetModule(module, layer, _shape(lm, module)))
+            weight: Any = module.weight
+            keys, values = weight.shape if lm.family.transposed else weight.shape[::-1]
+            shape = WeightShape(f"{lm.name_of(module)}.weight", keys, values)
+            found.append(TargetModule(module, layer, shape))
     return found
 
 
-def _shape(lm: "LM", module: Any) -> WeightShape:
-    rows, columns = module.weight.shape
-    keys, values = (rows, columns) if lm.family.transposed else (columns, rows)
-    return f"{lm.name_of(module)}.weight", keys, values
+# ---- batches of tokens
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Token rows padded on the right to one length.
+
+    A causal model never attends to the padding. With several rows only the real positions are
+    decoded. A single row decodes its padded positions as well and masks them afterwards: its
+    tensor shapes then do not depend on the data, which `captured` passes require.
+    """
+
+    ids: Int[Tensor, "row token"]
+    positions: Int[Tensor, "row slot"]
+    labels: Int[Tensor, "row slot"]
+    mask: Bool[Tensor, "row slot"]
+    """False where `positions` and `labels` are padding."""
+    lengths: Int[Tensor, " row"]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[TokenRow], device: torch.device, tokens: int = 0, labels: int = 0
+    ) -> "TokenBatch":
+        """The rows as tensors with at least this many tokens and labels."""
+        tokens = max(tokens, *(len(row.ids) for row in rows))
+        labels = max(labels, *(len(row.labels) for row in rows))
+
+        def padded(lists: Sequence[Sequence[int]], width: int) -> Tensor:
+            return torch.tensor([[*x, *[0] * (width - len(x))] for x in lists], device=device)
+
+        return cls(
+            ids=padded([row.ids for row in rows], tokens),
+            positions=padded([row.positions for row in rows], labels),
+            labels=padded([row.labels for row in rows], labels),
+            mask=padded([[1] * len(row.labels) for row in rows], labels).bool(),
+            lengths=torch.tensor([len(row.ids) for row in rows], device=device),
+        )
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one row only."""
+        return len(self.ids) == 1
+
+    def _select(self, table: Int[Tensor, "row slot"]) -> Int[Tensor, " label"]:
+        """The entries that are decoded: all of a single row, the real ones of several."""
+        return table[0] if self.single else table[self.mask]
+
+    def log_probs(
+        self, lm: "LM", hidden: Float[Tensor, "row token width"]
+    ) -> Float[Tensor, "label vocabulary"]:
+        """log P of the next token at each position, from the last layer's hidden states."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        row, position = self._select(rows.expand_as(self.labels)), self._select(self.positions)
+        logits = lm.decode(hidden[row.to(hidden.device), position.to(hidden.device)])
+        return logits.float().log_softmax(-1).to(self.ids.device)
+
+    def losses(self, log_probs: Float[Tensor, "label vocabulary"]) -> Float[Tensor, " row"]:
+        """Each row's mean of -log P over its labels."""
+        return self.row_means(-log_probs.gather(1, self._select(self.labels)[:, None])[:, 0])
+
+    def all_correct(self, log_probs: Float[Tensor, "label vocabulary"]) -> Bool[Tensor, " row"]:
+        """Whether every label of a row is the most likely token at its position."""
+        correct = (log_probs.argmax(-1) == self._select(self.labels)).float()
+        return self.row_means(correct) == 1
+
+    def row_means(self, numbers: Float[Tensor, " label"]) -> Float[Tensor, " row"]:
+        """Each row's mean over its real positions."""
+        zeros = numbers.new_zeros(self.mask.shape)
+        if self.single:
+            table = torch.where(self.mask, numbers, zeros)
+        else:
+            table = zeros.masked_scatter(self.mask, numbers)
+        return table.sum(1) / self.mask.sum(1)
+
+    def roll(self, shift: int) -> "TokenBatch":
+        """The batch with its rows rotated."""
+        return TokenBatch(**{name: x.roll(shift, 0) for name, x in vars(self).items()})
+
+
+# ---- the model, split below the first edited layer
+
+
+class SplitModel:
+    """A model split below its first edited layer."""
+
+    def __init__(self, lm: "LM", targets: Sequence[TargetModule]) -> None:
+        self.lm, self.targets = lm, list(targets)
+        self.first = targets[0].layer
+        self._replays: dict[int, Replay] = {}
+        """How the blocks are called on rows of a length."""
+
+    @torch.no_grad()
+    def below(
+        self, ids: Int[Tensor, "row token"], lengths: Sequence[int] = ()
+    ) -> tuple[Float[Tensor, "row token width"], Float[Tensor, "row token width"]]:
+        """The input of the first edited layer, and the unedited model's output of the last layer.
+
+        With `lengths`, or for a single row, the pass also prepares `above` for rows of these
+        lengths; otherwise `above` runs the model once for each new length.
+        """
+        lengths = lengths or ([ids.shape[1]] if len(ids) == 1 else [])
+        if lengths:
+            run = forward(self.lm, ids)
+            for length in lengths:
+                # The calls of one row serve any number of rows.
+                view = PackedView.whole(1, length, ids.device)
+                self._replays[length] = Replay(self.lm, run, view)
+            return (run.inputs, *run.states)[self.first], run.states[-1]
+        entering: list[Tensor] = []
+        last: list[Tensor] = []
+        blocks = self.lm.blocks
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering.append(args[0] if args else kwargs["hidden_states"])
+
+        with hook_calls((blocks[self.first], enter)), hook_outputs((blocks[-1], last.append)):
+            self.lm.model.base_model(ids, use_cache=False)
+        return entering[0], last[0]
+
+    def above(self, hidden: Float[Tensor, "row token width"]) -> Float[Tensor, "row token width"]:
+        """The output of the last layer, from the input of the first edited one."""
+        length = hidden.shape[1]
+        if length not in self._replays:
+            self.below(torch.zeros(1, length, dtype=torch.long, device=self.lm.device))
+        for layer in range(self.first, self.lm.n_layers):
+            hidden = self._replays[length](layer, hidden)
+        return hidden
+
+
+# ---- gradients and changes
 
 
 @dataclass(frozen=True, eq=False)
 class GradientFactors:
-    """One weight's gradient, fact by fact."""
+    """The gradient of one weight for each fact: ∇W = Σ_t δ_t x_tᵀ."""
 
     x: Float[Tensor, "fact token key"]
     delta: Float[Tensor, "fact token value"]
 
     @cached_property
-    def real(self) -> Bool[Tensor, "fact token"]:
-        """The tokens that the loss depends on."""
+    def mask(self) -> Bool[Tensor, "fact token"]:
+        """The tokens that contribute to the gradient."""
         return (self.delta != 0).any(-1)
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one fact only. All its tokens are looked at, so that how many are real
-        need not be known (`learned.passes`)."""
+    def single(self) -> bool:
+        """Whether there is one fact only; all its tokens are processed, as in `TokenBatch`."""
         return len(self.x) == 1
 
-    def rows(self, table: Float[Tensor, "fact token width"]) -> Float[Tensor, "row width"]:
-        """What the table has at the tokens that are looked at."""
-        return table[0] if self.alone else table[self.real]
+    def select(self, table: Float[Tensor, "fact token width"]) -> Float[Tensor, "row width"]:
+        """The rows of the tokens that are processed."""
+        return table[0] if self.single else table[self.mask]
 
-    def table(self, rows: Float[Tensor, "row width"]) -> Float[Tensor, "fact token width"]:
-        """Those rows where they came from; zeros at the tokens that are not real."""
-        real = self.real[..., None]
-        none = rows.new_zeros(*self.real.shape, rows.shape[-1])
-        return torch.where(real, rows, none) if self.alone else none.masked_scatter(real, rows)
+    def scatter(self, rows: Float[Tensor, "row width"]) -> Float[Tensor, "fact token width"]:
+        """The inverse of `select`, with zeros at tokens that do not contribute."""
+        mask = self.mask[..., None]
+        zeros = rows.new_zeros(*self.mask.shape, rows.shape[-1])
+        return torch.where(mask, rows, zeros) if self.single else zeros.masked_scatter(mask, rows)
 
     def gradient(self) -> Float[Tensor, "fact value key"]:
-        """The gradient itself."""
+        """∇W as a matrix."""
         return self.delta.mT @ self.x
 
 
 @dataclass(frozen=True, eq=False)
 class FactorChange:
-    """One weight's change, fact by fact: ΔW = B A."""
+    """The change of one weight for each fact: ΔW = B A."""
 
     B: Float[Tensor, "fact value rank"]
     A: Float[Tensor, "fact rank key"]
 
     def matrix(self) -> Float[Tensor, "fact value key"]:
-        """ΔW itself."""
+        """ΔW as a matrix."""
         return self.B @ self.A
 
 
 def gradient_factors(
-    lm: "LM", places: Sequence[TargetModule], halves: SplitModel,
-    entering: Float[Tensor, "fact token width"], lines: TokenBatch,
-) -> tuple[list[GradientFactors], Float[Tensor, " fact"]]:  # fmt: skip
-    """Every place's factors of each fact's loss, and the losses."""
-    read: list[Tensor] = [torch.empty(0)] * len(places)
-    probes: list[Tensor] = [torch.empty(0)] * len(places)
+    split: SplitModel, hidden: Float[Tensor, "fact token width"], batch: TokenBatch
+) -> tuple[list[GradientFactors], Float[Tensor, " fact"]]:
+    """The factors of each fact's loss for every target module, and the losses.
 
-    def probe(i: int, x: Tensor, output: Tensor) -> Tensor:
-        """Add a zero whose gradient is δ."""
-        read[i] = x.detach()
-        probes[i] = torch.zeros_like(output, requires_grad=True)
-        return output + probes[i]
+    `hidden` is the input of the first edited layer.
+    """
+    inputs: dict[int, Tensor] = {}
+    probes: dict[int, Tensor] = {}
 
-    def at(i: int) -> "tuple":
-        return places[i].module, lambda x, output: probe(i, x, output)
+    def probe(i: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def add_zeros(x: Tensor, output: Tensor) -> Tensor:
+            # The gradient with respect to zeros added to the output is δ. No weight needs one.
+            inputs[i] = x.detach()
+            probes[i] = torch.zeros_like(output, requires_grad=True)
+            return output + probes[i]
 
-    with torch.enable_grad(), hook_io(*map(at, range(len(places)))):
-        losses = lines.losses(lines.logs(lm, halves.above(entering)))
-        slopes = torch.autograd.grad(losses.sum(), probes)
+        return add_zeros
 
-    def by_fact(tensor: Tensor) -> Tensor:
-        return tensor.reshape(len(entering), -1, tensor.shape[-1]).float().to(lm.device)
+    numbers = range(len(split.targets))
+    with torch.enable_grad(), hook_io(*((split.targets[i].module, probe(i)) for i in numbers)):
+        losses = batch.losses(batch.log_probs(split.lm, split.above(hidden)))
+        deltas = torch.autograd.grad(losses.sum(), [probes[i] for i in numbers])
 
-    both = zip(read, slopes, strict=True)
-    return [GradientFactors(by_fact(x), by_fact(delta)) for x, delta in both], losses.detach()
+    def by_fact(tensor: Tensor) -> Tensor:  # some families flatten rows and tokens in their MLPs
+        return tensor.reshape(len(hidden), -1, tensor.shape[-1]).float().to(split.lm.device)
+
+    factors = [GradientFactors(by_fact(inputs[i]), by_fact(deltas[i])) for i in numbers]
+    return factors, losses.detach()
 
 
 @contextmanager
 def changes_applied(
-    places: Sequence[TargetModule], changes: Sequence[FactorChange]
+    targets: Sequence[TargetModule], changes: Sequence[FactorChange]
 ) -> Iterator[None]:
-    """Inside, each fact's lines see its own change; lines of a fact follow one another."""
+    """Within the block every fact's rows see its own changes; rows of one fact are adjacent."""
 
-    def at(place: TargetModule, change: FactorChange) -> "tuple":
+    def hook(change: FactorChange) -> Callable[[Tensor, Tensor], Tensor]:
         def add(x: Tensor, output: Tensor) -> Tensor:
             A, B = change.A.to(x.device), change.B.to(x.device)
-            mine = x.reshape(len(A), -1, x.shape[-1]).float()
-            shift = torch.bmm(torch.bmm(mine, A.mT), B.mT)
+            by_fact = x.reshape(len(A), -1, x.shape[-1]).float()
+            shift = torch.bmm(torch.bmm(by_fact, A.mT), B.mT)
             return output + shift.reshape(output.shape).to(output.dtype)
 
-        return place.module, add
+        return add
 
-    with hook_io(*(at(p, c) for p, c in zip(places, changes, strict=True))):
+    pairs = zip(targets, changes, strict=True)
+    with hook_io(*((target.module, hook(change)) for target, change in pairs)):
         yield

@@ -1,15 +1,19 @@
 """MEND: networks that transform the factors of a gradient (Mitchell et al. 2021; App. E.4).
 
-Each token's x and δ, in units of what is usual at their place, pass a network of low-rank layers
-that begins as the identity. Weights of one shape share a network, which shifts and scales its
-layers for each of them. What comes out, x̃ and δ̃, makes the edit:
+Each token's x and δ are normalised and pass together through a residual network of low-rank layers
+that starts as the identity:
 
-    ΔW = -rate · Σ_t δ̃_t x̃_tᵀ,    a learned rate for each weight
+    h ← h + σ(scale_i ⊙ (U V h + b) + shift_i),    h = [norm(x); norm(δ)]
+
+Weights of one shape share U, V and b; scale and shift belong to the i-th of them. σ is a ReLU, and
+the identity in the last layer. The outputs x̃ and δ̃ give the edit, with a learned step size α_W for
+each weight:
+
+    ΔW = -α_W Σ_t δ̃_t x̃_tᵀ
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,91 +21,76 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from factscope.editing.hypernet.gradients import FactorChange, GradientFactors
-from factscope.editing.hypernet.model import HypernetConfig, Hypernetwork
+from factscope.editing.hypernet.model import LR_OF_STEP_SIZES, EditedWeights, Hypernetwork
+from factscope.editing.hypernet.settings import MendConfig
 
-__all__ = ["MendConfig", "MendNetwork"]
-
-RATES = 1e-2
-"""The learning rate of the edits' rates, which are learned as logarithms."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MendConfig(HypernetConfig):
-    """How a MEND network is built."""
-
-    rank: int = 512
-    """Of its layers; the published one is 1920, for weights of 1600 × 6400."""
-    hidden: int = 1
-    """Layers before the last."""
-    lr: float = 1e-4
-    """What edits are multiplied by at first."""
+__all__ = ["MendNetwork"]
 
 
 class LowRankLayer(nn.Module):
-    """h + σ(scale · (U V h + b) + shift), U = 0 at first; σ cuts at 0, or not in the last layer."""
+    """h + σ(scale_i ⊙ (U V h + b) + shift_i); U = 0 at first, so it starts as the identity."""
 
-    def __init__(self, width: int, rank: int, places: int, *, cut: bool) -> None:
+    def __init__(self, width: int, rank: int, weights: int, *, relu: bool) -> None:
         super().__init__()
         rank = min(rank, width)
         self.down = nn.Parameter(torch.randn(rank, width) / math.sqrt(width))
         self.up = nn.Parameter(torch.zeros(width, rank))
         self.bias = nn.Parameter(torch.zeros(width))
-        self.scale = nn.Parameter(torch.ones(places, width))
-        self.shift = nn.Parameter(torch.zeros(places, width))
-        self.cut = cut
+        self.scale = nn.Parameter(torch.ones(weights, width))
+        self.shift = nn.Parameter(torch.zeros(weights, width))
+        self.relu = relu
 
-    def forward(self, h: Float[Tensor, "row width"], place: int) -> Float[Tensor, "row width"]:
-        """Transform the rows of one of the places."""
-        moved = (h @ self.down.T) @ self.up.T + self.bias
-        moved = moved * self.scale[place] + self.shift[place]
-        # Clamped, not rectified: at exactly 0, where all begins, a clamp still has a slope.
-        return h + (moved.clamp(min=0) if self.cut else moved)
+    def forward(self, h: Float[Tensor, "row width"], i: int) -> Float[Tensor, "row width"]:
+        """Transform rows that belong to the i-th weight of this shape."""
+        update = (h @ self.down.T) @ self.up.T + self.bias
+        update = update * self.scale[i] + self.shift[i]
+        # At 0, where training starts, clamp has gradient 1; relu would have 0 and learn nothing.
+        return h + (update.clamp(min=0) if self.relu else update)
 
 
 class MendNetwork(Hypernetwork):
-    """The networks of all shapes, what is usual at each place, and the edits' rates."""
+    """A network for each shape of weight, and a step size for each weight."""
 
     method: ClassVar[str] = "mend"
 
-    def __init__(self, design: MendConfig) -> None:
-        super().__init__(design)
-        shapes = [(keys, values) for _, keys, values in design.places]
-        self.kinds = list(dict.fromkeys(shapes))
-        self.seats = [
-            (self.kinds.index(shape), shapes[:i].count(shape)) for i, shape in enumerate(shapes)
-        ]
-        """For each place its network, and which of that network's places it is."""
+    def __init__(self, config: MendConfig, weights: EditedWeights) -> None:
+        super().__init__(config, weights)
+        sizes = [(shape.keys, shape.values) for shape in weights.shapes]
+        distinct = list(dict.fromkeys(sizes))
+        self.slots = [(distinct.index(size), sizes[:i].count(size)) for i, size in enumerate(sizes)]
+        """For each weight the index of its network, and its index within that network."""
         self.networks = nn.ModuleList(
             nn.ModuleList(
-                LowRankLayer(sum(kind), design.rank, shapes.count(kind), cut=i < design.hidden)
-                for i in range(design.hidden + 1)
+                LowRankLayer(
+                    sum(size), config.rank, sizes.count(size), relu=i < config.hidden_layers
+                )
+                for i in range(config.hidden_layers + 1)
             )
-            for kind in self.kinds
+            for size in distinct
         )
-        self.log_rates = nn.Parameter(torch.full((len(shapes),), math.log(design.lr)))
+        self.log_edit_lr = nn.Parameter(torch.full((len(sizes),), math.log(config.edit_lr)))
 
     def changes(
-        self, factors: Sequence[GradientFactors], read: Float[Tensor, "fact state"]
+        self, factors: Sequence[GradientFactors], encoded: Float[Tensor, "fact state"]
     ) -> list[FactorChange]:
-        """Each place's change for each fact."""
+        """The change of each weight for each fact."""
         return [self._change(i, some) for i, some in enumerate(factors)]
 
-    def _change(self, place: int, factors: GradientFactors) -> FactorChange:
-        usual_x, usual_delta = self.usual(place)
-        x = usual_x.normed(factors.rows(factors.x))
-        delta = usual_delta.normed(factors.rows(factors.delta))
-        network, seat = self.seats[place]
-        both = torch.cat([x, delta], dim=-1)
+    def _change(self, i: int, factors: GradientFactors) -> FactorChange:
+        x_norm, delta_norm = self.norms(i)
+        x = x_norm.normalise(factors.select(factors.x))
+        delta = delta_norm.normalise(factors.select(factors.delta))
+        network, slot = self.slots[i]
+        h = torch.cat([x, delta], dim=-1)
         for layer in self.networks[network]:  # pyright: ignore[reportGeneralTypeIssues]
-            both = layer(both, seat)
-        x, delta = both.split([x.shape[-1], delta.shape[-1]], dim=-1)
-        lr = self.log_rates[place].exp()
-        return FactorChange(B=factors.table(-lr * delta).mT, A=factors.table(x))
+            h = layer(h, slot)
+        x, delta = h.split([x.shape[-1], delta.shape[-1]], dim=-1)
+        edit_lr = self.log_edit_lr[i].exp()
+        return FactorChange(B=factors.scatter(-edit_lr * delta).mT, A=factors.scatter(x))
 
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        """The networks at the rate, the edits' rates at their own."""
-        rates = [self.log_rates]
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """The networks at `lr`, the step sizes at a rate of their own."""
         return [
             {"params": list(self.networks.parameters()), "lr": lr},
-            {"params": rates, "lr": RATES},
+            {"params": [self.log_edit_lr], "lr": LR_OF_STEP_SIZES},
         ]

@@ -1,7 +1,4 @@
-"""Hypernetwork: what turns the factors of facts' gradients into changes of weights.
-
-What factors usually are: running means and spreads, in whatever pieces they come.
-"""
+"""Hypernetwork: the base class of MEND and KE, which map gradient factors to weight changes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,141 +6,135 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.editing.hypernet.gradients import FactorChange, GradientFactors, WeightShape
 
-__all__ = [
-    "EmbeddedRequest",
-    "HypernetConfig",
-    "Hypernetwork",
-    "RunningNorm",
-]
+__all__ = ["LR_OF_STEP_SIZES", "EditedWeights", "EmbeddedRequest", "Hypernetwork", "RunningNorm"]
 
-SMALL = 1e-7
-"""What keeps an entry that never moved from being divided by 0."""
+EPSILON = 1e-7
+"""Avoids a division by 0 for entries that never vary."""
+LR_OF_STEP_SIZES = 1e-2
+"""Adam's learning rate for the edits' step sizes, which are learned as logarithms."""
 
 
 class RunningNorm(nn.Module):
-    """The mean and spread of each entry of a vector, over all that were seen."""
+    """Running mean and standard deviation of each entry of a vector."""
 
     count: Tensor
     mean: Tensor
-    squares: Tensor
+    m2: Tensor
+    """Sum of squared deviations from the mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("squares", torch.zeros(width))
+        self.register_buffer("m2", torch.zeros(width))
 
     @torch.no_grad()
-    def observe(self, rows: Float[Tensor, "row width"]) -> None:
-        """Take more vectors in (Chan's way to join two samples)."""
+    def update(self, rows: Float[Tensor, "row width"]) -> None:
+        """Include more vectors (Chan's parallel form of Welford's algorithm)."""
         if not len(rows):
             return
         more = len(rows)
-        both = self.count + more
+        total = self.count + more
         mean = rows.mean(0)
         gap = mean - self.mean
-        self.squares += (rows - mean).square().sum(0) + gap.square() * (self.count * more / both)
-        self.mean += gap * (more / both)
+        self.m2 += (rows - mean).square().sum(0) + gap.square() * (self.count * more / total)
+        self.mean += gap * (more / total)
         self.count += more
 
     @property
-    def spread(self) -> Float[Tensor, " width"]:
-        """The standard deviation of each entry; 1 before there are two vectors."""
-        known = (self.squares / (self.count - 1).clamp(min=1)).sqrt()
-        return torch.where(self.count > 1, known, torch.ones_like(known))
-
-    def normed(self, rows: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
-        """Vectors with the mean taken off, in units of the spread."""
-        return (rows - self.mean) / (self.spread + SMALL)
+    def std(self) -> Float[Tensor, " width"]:
+        """The standard deviation of each entry; 1 with fewer than two vectors."""
+        std = (self.m2 / (self.count - 1).clamp(min=1)).sqrt()
+        return torch.where(self.count > 1, std, torch.ones_like(std))
 
     @property
-    def size(self) -> Float[Tensor, ""]:
-        """The root mean square of all entries; 1 before there was a vector."""
-        known = (self.squares / self.count.clamp(min=1) + self.mean.square()).mean().sqrt()
-        return torch.where(self.count > 0, known, torch.ones_like(known)) + SMALL
+    def rms(self) -> Float[Tensor, ""]:
+        """The root mean square over all entries; 1 without a vector."""
+        rms = (self.m2 / self.count.clamp(min=1) + self.mean.square()).mean().sqrt()
+        return torch.where(self.count > 0, rms, torch.ones_like(rms)) + EPSILON
+
+    def normalise(self, rows: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
+        """Shift and scale vectors to mean 0 and standard deviation 1."""
+        return (rows - self.mean) / (self.std + EPSILON)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HypernetConfig:
-    """What a network must be built alike for its weights to fit."""
+class EditedWeights:
+    """The weights of a model that a network edits; they determine the network's widths."""
 
-    places: tuple[WeightShape, ...]
-    """The weights that it changes."""
+    shapes: tuple[WeightShape, ...]
     layers: tuple[int, ...]
-    """The layers that these are in."""
-    width: int
-    """Of the model's states."""
+    hidden_size: int
+    """Width of the model's hidden states."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> "HypernetConfig":
-        """The design of plain values; what is missing or too much is a TypeError."""
-        places = tuple((str(name), int(keys), int(values)) for name, keys, values in said["places"])
-        return cls(**{**said, "places": places, "layers": tuple(said["layers"])})
+    def from_dict(cls, values: Mapping[str, Any]) -> "EditedWeights":
+        """From plain values."""
+        return cls(
+            shapes=tuple(WeightShape(*shape) for shape in values["shapes"]),
+            layers=tuple(values["layers"]),
+            hidden_size=values["hidden_size"],
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedRequest:
-    """The facts' own tokens, as the model embeds them."""
+    """Token embeddings of the facts to write, padded on the right."""
 
     embedded: Float[Tensor, "fact token width"]
     lengths: Int[Tensor, " fact"]
 
-    @property
-    def real(self) -> Bool[Tensor, "fact token"]:
-        """The tokens that a fact has."""
-        slots = torch.arange(self.embedded.shape[1], device=self.lengths.device)
-        return slots < self.lengths[:, None]
-
 
 class Hypernetwork(nn.Module, ABC):
-    """A network of one design. Facts never mix: each fact's change depends on that fact alone."""
+    """A network that maps the gradient factors of facts to changes of the edited weights.
+
+    Facts are independent: a fact's changes depend on that fact alone.
+    """
 
     method: ClassVar[str]
 
-    def __init__(self, design: HypernetConfig) -> None:
+    def __init__(self, config: Any, weights: EditedWeights) -> None:
         super().__init__()
-        self.design = design
-        self.usual_x = nn.ModuleList(RunningNorm(keys) for _, keys, _ in design.places)
-        self.usual_delta = nn.ModuleList(RunningNorm(values) for _, _, values in design.places)
+        self.config, self.weights = config, weights
+        self.x_norms = nn.ModuleList(RunningNorm(shape.keys) for shape in weights.shapes)
+        self.delta_norms = nn.ModuleList(RunningNorm(shape.values) for shape in weights.shapes)
 
-    def usual(self, place: int) -> tuple[RunningNorm, RunningNorm]:
-        """What x and δ usually are at a place."""
-        return cast("RunningNorm", self.usual_x[place]), cast(
-            "RunningNorm", self.usual_delta[place]
-        )
+    def norms(self, i: int) -> tuple[RunningNorm, RunningNorm]:
+        """The running normalisation of x and δ at the i-th weight."""
+        return cast("RunningNorm", self.x_norms[i]), cast("RunningNorm", self.delta_norms[i])
 
-    def observe(self, factors: Sequence[GradientFactors]) -> None:
-        """Take the factors of facts in training into what is usual."""
-        for place, some in enumerate(factors):
-            x, delta = self.usual(place)
-            x.observe(some.x[some.real])
-            delta.observe(some.delta[some.real])
+    def update_norms(self, factors: Sequence[GradientFactors]) -> None:
+        """Include the factors of training examples in the running normalisation."""
+        for i, some in enumerate(factors):
+            x_norm, delta_norm = self.norms(i)
+            x_norm.update(some.x[some.mask])
+            delta_norm.update(some.delta[some.mask])
 
     def forward(
-        self, factors: Sequence[GradientFactors], told: EmbeddedRequest
+        self, factors: Sequence[GradientFactors], request: EmbeddedRequest
     ) -> list[FactorChange]:
-        """Each place's change for each fact."""
-        return self.changes(factors, self.read(told))
+        """The change of each weight for each fact."""
+        return self.changes(factors, self.encode(request))
 
-    def read(self, told: EmbeddedRequest) -> Float[Tensor, "fact state"]:
-        """What it makes of the facts' tokens before it sees a gradient: nothing, if not said."""
-        return told.embedded.new_zeros(len(told.lengths), 0)
+    def encode(self, request: EmbeddedRequest) -> Float[Tensor, "fact state"]:
+        """What the network computes from the facts' tokens alone; by default nothing."""
+        return request.embedded.new_zeros(len(request.lengths), 0)
 
     @abstractmethod
     def changes(
-        self, factors: Sequence[GradientFactors], read: Float[Tensor, "fact state"]
+        self, factors: Sequence[GradientFactors], encoded: Float[Tensor, "fact state"]
     ) -> list[FactorChange]:
-        """Each place's change for each fact."""
+        """The change of each weight for each fact, given `encode`'s result."""
 
     @abstractmethod
-    def groups(self, lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The parameters with their learning rates, as torch's optimisers take them."""

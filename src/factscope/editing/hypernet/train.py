@@ -1,15 +1,17 @@
-"""Training a hypernetwork: Adam on many edits a step, seen on held-out ones, stopped early.
+"""Training of hypernetworks (MEND, eq. 4).
 
-What training makes small: the edits' losses, and what they do to unrelated text (MEND, eq. 4).
+    L = c_edit · -log P(new object | edited) + c_loc · KL(unedited ‖ edited)
 
-c_edit · mean -log P(new object | edited) + c_local · KL(unedited ‖ edited)
-
-Training under way, as a file: the network, Adam's state and how far it is. Safetensors.
+The edit loss is the mean over the fact's prompt and a paraphrase; the divergence is measured on a
+prompt that the edit must not change. Adam minimises the mean over a batch of edits. The network
+with the lowest loss on the validation examples is kept; training stops after `patience` evaluations
+without improvement. A checkpoint holds the network, Adam's state and the progress, and training
+resumes from it bit-for-bit.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,31 +20,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.hypernet.editor import told_of
-from factscope.editing.hypernet.examples import (
-    BatchCache,
-    ExampleBatch,
-    ExampleSource,
-    split_examples,
-)
+from factscope.editing.hypernet.editor import embed_request
+from factscope.editing.hypernet.examples import BatchCache, ExampleBatch, Examples, split_examples
 from factscope.editing.hypernet.gradients import (
     SplitModel,
-    TargetModule,
-    TokenBatch,
     changes_applied,
     gradient_factors,
     last_layers,
     target_modules,
 )
 from factscope.editing.hypernet.model import Hypernetwork
+from factscope.editing.hypernet.settings import Training
 from factscope.editing.hypernet.weights import (
-    NETWORKS,
     HypernetWeights,
     build_network,
-    bytes_of,
-    detached,
-    digest_of,
-    tensors_in,
+    cpu_copy,
+    network_for,
+    pack_tensors,
+    read_tensors,
+    tensors_sha256,
 )
 from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
 from factscope.io import write_atomic
@@ -54,305 +50,250 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchLosses",
     "Trainer",
-    "Training",
     "TrainingProgress",
     "load_checkpoint_",
     "training_pass",
     "write_checkpoint",
 ]
 
+CHECKPOINT_FORMAT = "factscope-checkpoint"
+CHECKPOINT_VERSION = 2
+
 
 @dataclass(frozen=True, eq=False)
 class BatchLosses:
-    """What edits did to their group, fact by fact."""
+    """Losses and accuracies of the edits of a batch; see `TrainingRecord`, which has the means."""
 
-    before: Float[Tensor, " fact"]
-    """The loss of the new object before the edit."""
-    edit: Float[Tensor, " fact"]
-    """And after it."""
-    rephrased: Float[Tensor, " fact"]
-    local: Float[Tensor, " fact"]
-    """KL(unedited ‖ edited) where nothing should change."""
-    said: Float[Tensor, " fact"]
-    """1 where the new object is now the likeliest, token by token."""
-    said_rephrased: Float[Tensor, " fact"]
-    kept: Float[Tensor, " fact"]
-    """The share of tokens that are the likeliest as before, where nothing should change."""
+    unedited_loss: Float[Tensor, " fact"]
+    edit_loss: Float[Tensor, " fact"]
+    rephrase_loss: Float[Tensor, " fact"]
+    locality_loss: Float[Tensor, " fact"]
+    edit_accuracy: Float[Tensor, " fact"]
+    rephrase_accuracy: Float[Tensor, " fact"]
+    locality_accuracy: Float[Tensor, " fact"]
 
 
 def training_pass(
-    lm: "LM", places: Sequence[TargetModule], halves: SplitModel, network: Hypernetwork,
-    group: ExampleBatch, turn: int, *, learn: bool,
-) -> BatchLosses:  # fmt: skip
-    """Edit every fact of a group by the network and see; with `learn`, in a way to learn from."""
-    factors, before = gradient_factors(lm, places, halves, group.entering[0], group.edit)
-    if learn:
-        network.observe(factors)
-    with torch.set_grad_enabled(learn):
-        changes = network(factors, told_of(lm, group.edit))
-        local, entering, last = group.local(turn)
-        kinds: list[TokenBatch] = [group.edit, local]
-        states = [group.entering[0], entering]
-        if group.rephrased is not None:
-            kinds.append(group.rephrased)
-            states.append(group.entering[1])
-        with changes_applied(places, changes):
-            hidden = halves.above(torch.stack(states, dim=1).flatten(0, 1))
-        hidden = hidden.unflatten(0, (len(group), len(kinds)))
-        logs = [lines.logs(lm, hidden[:, i]) for i, lines in enumerate(kinds)]
+    split: SplitModel, network: Hypernetwork, batch: ExampleBatch, epoch: int, *, train: bool
+) -> BatchLosses:
+    """Edit each fact of a batch and score it; with `train`, with gradients for the network."""
+    lm = split.lm
+    factors, unedited_loss = gradient_factors(split, batch.entering[0], batch.edit)
+    if train:
+        network.update_norms(factors)
+    with torch.set_grad_enabled(train):
+        changes = network(factors, embed_request(lm, batch.edit))
+        locality, entering, last = batch.locality_rows(epoch)
+        rows = [batch.edit, locality]
+        states = [batch.entering[0], entering]
+        if batch.rephrase is not None:
+            rows.append(batch.rephrase)
+            states.append(batch.entering[1])
+        with changes_applied(split.targets, changes):  # all rows of a fact are adjacent
+            hidden = split.above(torch.stack(states, dim=1).flatten(0, 1))
+        hidden = hidden.unflatten(0, (len(batch), len(rows)))
+        edited = [some.log_probs(lm, hidden[:, i]) for i, some in enumerate(rows)]
         with torch.no_grad():
-            unedited = local.logs(lm, last)
-        apart = (unedited.exp() * (unedited - logs[1])).sum(-1)
-        again = group.edit if group.rephrased is None else group.rephrased
+            unedited = locality.log_probs(lm, last)
+        kl = (unedited.exp() * (unedited - edited[1])).sum(-1)
+        same = unedited.argmax(-1) == edited[1].argmax(-1)
+        # Without paraphrases the edit row stands for its own rephrasing.
+        rephrase, rephrase_log_probs = (batch.edit, edited[0])
+        if batch.rephrase is not None:
+            rephrase, rephrase_log_probs = batch.rephrase, edited[2]
         return BatchLosses(
-            before=before,
-            edit=group.edit.losses(logs[0]),
-            rephrased=again.losses(logs[0 if group.rephrased is None else 2]),
-            local=local.means(apart),
-            said=group.edit.all_said(logs[0]).float(),
-            said_rephrased=again.all_said(logs[0 if group.rephrased is None else 2]).float(),
-            kept=local.means((unedited.argmax(-1) == logs[1].argmax(-1)).float()),
+            unedited_loss=unedited_loss,
+            edit_loss=batch.edit.losses(edited[0]),
+            rephrase_loss=rephrase.losses(rephrase_log_probs),
+            locality_loss=locality.row_means(kl),
+            edit_accuracy=batch.edit.all_correct(edited[0]).float(),
+            rephrase_accuracy=rephrase.all_correct(rephrase_log_probs).float(),
+            locality_accuracy=locality.row_means(same.float()),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a network is trained."""
-
-    method: str
-    """mend or ke."""
-    layers: tuple[int, ...] | None = None
-    """The layers whose MLPs are edited; None for the last three."""
-    design: tuple[tuple[str, Any], ...] = ()
-    """Further settings of the network, such as ("rank", 256); see its design."""
-    lr: float = 3e-4
-    """Adam's learning rate."""
-    warm_up: int = 20
-    """Steps over which the rate rises from 0."""
-    batch: int = 16
-    """Edits a step."""
-    edit_weight: float = 0.1
-    """c_edit, what the edits' loss is multiplied by."""
-    local_weight: float = 1.0
-    """c_local, what the divergence on unrelated text is multiplied by."""
-    clip: float = 1.0
-    """The longest that a gradient may be."""
-    held_out: int = 64
-    """Examples that training does not see: a fifth of all at most."""
-    every: int = 50
-    """Steps from one look at the held-out examples to the next."""
-    patience: int | None = 20
-    """After so many looks without a better one training stops; None for never."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.method not in NETWORKS:
-            raise BadSetting(f"no learned method {self.method!r}; there are {', '.join(NETWORKS)}")
-        for name, least in (("batch", 2), ("every", 1), ("held_out", 2), ("warm_up", 0)):
-            if getattr(self, name) < least:
-                raise BadSetting(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        if not self.lr > 0:
-            raise BadSetting(f"lr is {self.lr}; it must be above 0")
-        design, _ = NETWORKS[self.method]
-        own = {field.name for field in fields(design)} - {"places", "layers", "width"}
-        for name, _ in self.design:
-            if name not in own:
-                raise BadSetting(f"a {self.method} network has no {name!r}; it has {sorted(own)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "design": dict(self.design)}
 
 
 @dataclass
 class TrainingProgress:
-    """How far training is."""
+    """How far training is; saved in checkpoints."""
 
     step: int = 0
     seconds: float = 0.0
-    best: float = math.inf
-    """The least loss on the held-out examples so far."""
+    best_loss: float = math.inf
+    """The lowest validation loss so far."""
     best_step: int = -1
-    worse: int = 0
-    """Looks since then."""
-    since: float = 0.0
-    """The sum of the steps' losses since the last look."""
-    steps_since: int = 0
+    evaluations_since_best: int = 0
+    loss_sum: float = 0.0
+    """Sum of the training losses since the last evaluation, over `loss_count` steps."""
+    loss_count: int = 0
 
 
 class Trainer:
-    """A network in training on a model."""
+    """Trains a network on a model."""
 
-    def __init__(self, lm: "LM", lessons: ExampleSource, training: Training) -> None:
+    def __init__(self, lm: "LM", examples: Examples, training: Training) -> None:
         self.lm, self.training = lm, training
-        layers = training.layers or last_layers(lm)
-        self.places = target_modules(lm, layers)
-        self.halves = SplitModel(lm, self.places[0].layer)
-        shown, held = split_examples(len(lessons), training.held_out)
-        self.shelf = BatchCache(lm, self.halves, lessons, shown, training.batch)
-        self.held = BatchCache(lm, self.halves, lessons, held, training.batch)
-        self.network = self._network(tuple(sorted(set(layers))))
-        self.adam = torch.optim.Adam(self.network.groups(training.lr))
-        self.rates = [group["lr"] for group in self.adam.param_groups]
+        targets = target_modules(lm, training.layers or last_layers(lm))
+        self.split = SplitModel(lm, targets)
+        shown, held_out = split_examples(len(examples), training.validation_examples)
+        self.batches = BatchCache(self.split, examples, shown, training.batch_size)
+        self.validation = BatchCache(self.split, examples, held_out, training.batch_size)
+        network = network_for(lm, targets, training.network, training.seed)
+        self.network = network.to(lm.device)
+        self.adam = torch.optim.Adam(self.network.parameter_groups(training.lr))
+        self.lrs = [group["lr"] for group in self.adam.param_groups]
         self.progress = TrainingProgress()
-        self.begun = False
+        self.norms_ready = False
         self.best: dict[str, Tensor] = {}
-        """The network's tensors at the best look."""
+        """The network's tensors at the best evaluation."""
 
-    def _network(self, layers: tuple[int, ...]) -> Hypernetwork:
-        design, _ = NETWORKS[self.training.method]
-        places = tuple(place.shape for place in self.places)
-        said = design(
-            places=places, layers=layers, width=self.lm.embed.weight.shape[1],
-            **dict(self.training.design),
-        )  # fmt: skip
-        return build_network(self.training.method, said, self.training.seed).to(self.lm.device)
+    def init_norms(self) -> None:
+        """Before the first step: take the scale of the gradient factors from one batch."""
+        batch = None if self.norms_ready else self.batches.batch(0)
+        self.norms_ready = True
+        if batch is not None:
+            factors, _ = gradient_factors(self.split, batch.entering[0], batch.edit)
+            self.network.update_norms(factors)
 
-    def begin(self) -> None:
-        """Before the first step: learn from one group how large factors usually are."""
-        if self.begun:
-            return
-        self.begun = True
-        group = self.shelf.group(0)
-        if group is not None:
-            factors, _ = gradient_factors(
-                self.lm, self.places, self.halves, group.entering[0], group.edit
-            )
-            self.network.observe(factors)
-
-    # ---- one step
+    def loss(self, losses: BatchLosses) -> Float[Tensor, " fact"]:
+        """c_edit · edit loss + c_loc · KL, for each fact."""
+        edit = (losses.edit_loss + losses.rephrase_loss) / 2
+        training = self.training
+        return training.edit_weight * edit + training.locality_weight * losses.locality_loss
 
     def step(self) -> float:
-        """Learn from the next group; its loss."""
-        began = time.monotonic()
-        self.begin()
-        now = self.progress
-        group, turn = self.shelf.at(now.step, self.training.seed)
-        loss = math.nan if group is None else self._learn(group, turn)
-        now.step += 1
-        if group is not None:
-            now.since += loss
-            now.steps_since += 1
-        now.seconds += time.monotonic() - began
+        """Take one step of Adam on the next batch; return its loss, NaN if it has no examples."""
+        start = time.monotonic()
+        self.init_norms()
+        progress = self.progress
+        batch, epoch = self.batches.at_step(progress.step, self.training.seed)
+        loss = math.nan if batch is None else self._optimise(batch, epoch)
+        progress.step += 1
+        if batch is not None:
+            progress.loss_sum += loss
+            progress.loss_count += 1
+        progress.seconds += time.monotonic() - start
         return loss
 
-    def _learn(self, group: ExampleBatch, turn: int) -> float:
+    def _optimise(self, batch: ExampleBatch, epoch: int) -> float:
         self.network.train()
-        warm = min(1.0, (self.progress.step + 1) / max(1, self.training.warm_up))
-        for settings, lr in zip(self.adam.param_groups, self.rates, strict=True):
-            settings["lr"] = lr * warm
-        seen = training_pass(
-            self.lm, self.places, self.halves, self.network, group, turn, learn=True
-        )  # fmt: skip
-        total = self._total(seen).mean()
-        loss = total.item()
-        if not math.isfinite(loss):
-            raise DidNotConverge(self._diverged("loss", loss))
+        warmup = min(1.0, (self.progress.step + 1) / max(1, self.training.warmup_steps))
+        for group, lr in zip(self.adam.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * warmup
+        losses = training_pass(self.split, self.network, batch, epoch, train=True)
+        mean = self.loss(losses).mean()
+        self._check_finite("loss", mean.item())
         self.adam.zero_grad()
-        total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.training.clip)
-        if not math.isfinite(norm.item()):
-            raise DidNotConverge(self._diverged("gradient", norm.item()))
+        mean.backward()
+        parameters = self.network.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.training.max_grad_norm)
+        self._check_finite("gradient norm", norm.item())
         self.adam.step()
-        return loss
+        return mean.item()
 
-    def _total(self, seen: BatchLosses) -> Tensor:
-        edits = (seen.edit + seen.rephrased) / 2
-        return self.training.edit_weight * edits + self.training.local_weight * seen.local
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise DidNotConverge(
+                f"the {name} of training is {value} at step {self.progress.step}; the best network "
+                f"so far, of step {max(0, self.progress.best_step)}, is saved. Lower --lr, or load "
+                "the model in float32"
+            )
 
-    def _diverged(self, what: str, value: float) -> str:
-        return (
-            f"at step {self.progress.step} the {what} of training is no number ({value}); what "
-            f"was learned up to step {max(0, self.progress.best_step)} is kept. Lower --lr, or "
-            "load the model in float32"
-        )
-
-    # ---- a look at what is held out
-
-    def look(self) -> TrainingRecord:
-        """See the held-out examples, and note whether that is the best so far."""
-        began = time.monotonic()
-        self.begin()
+    def evaluate(self) -> TrainingRecord:
+        """Score the validation examples, and keep the network if it is the best so far."""
+        start = time.monotonic()
+        self.init_norms()
         self.network.eval()
-        groups = [g for g in map(self.held.group, range(len(self.held))) if g is not None]
-        if not groups:
-            raise BadSetting("none of the held-out examples can be read by the model; give others")
-        seen = [
-            training_pass(self.lm, self.places, self.halves, self.network, group, 0, learn=False)
-            for group in groups
+        batches = [self.validation.batch(i) for i in range(len(self.validation))]
+        results = [
+            training_pass(self.split, self.network, batch, 0, train=False)
+            for batch in batches
+            if batch is not None
         ]
+        if not results:
+            raise BadSetting("the model cannot read any of the validation examples; give others")
 
         def mean(of: Callable[[BatchLosses], Tensor]) -> float:
-            return torch.cat([of(some) for some in seen]).mean().item()
+            return torch.cat([of(losses) for losses in results]).mean().item()
 
         names = [field.name for field in fields(BatchLosses)]
-        means = {name: mean(lambda some, name=name: getattr(some, name)) for name in names}
-        now = self.progress
-        loss = mean(self._total)
-        trained = now.since / now.steps_since if now.steps_since else None
-        now.since, now.steps_since = 0.0, 0
-        if loss < now.best:
-            now.best, now.best_step, now.worse = loss, now.step, 0
+        means = {name: mean(lambda losses, name=name: getattr(losses, name)) for name in names}
+        loss = mean(self.loss)
+        progress = self.progress
+        train_loss = progress.loss_sum / progress.loss_count if progress.loss_count else None
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        if loss < progress.best_loss:
+            progress.best_loss, progress.best_step = loss, progress.step
+            progress.evaluations_since_best = 0
             self.best = {name: x.clone() for name, x in self.network.state_dict().items()}
         else:
-            now.worse += 1
-        now.seconds += time.monotonic() - began
+            progress.evaluations_since_best += 1
+        progress.seconds += time.monotonic() - start
         return TrainingRecord(
-            step=now.step, seconds=now.seconds, trained=trained, loss=loss, **means
+            step=progress.step,
+            seconds=progress.seconds,
+            train_loss=train_loss,
+            loss=loss,
+            **means,
         )
 
     @property
-    def stopped(self) -> bool:
-        """Whether the held-out examples have not got better for too long."""
+    def stopped_early(self) -> bool:
+        """Whether the validation loss has not improved for `patience` evaluations."""
         patience = self.training.patience
-        return patience is not None and self.progress.worse >= patience
+        return patience is not None and self.progress.evaluations_since_best >= patience
 
-    def weights(self, trained: Mapping[str, Any]) -> HypernetWeights:
-        """The best network so far, as an editor takes it."""
-        network = build_network(self.training.method, self.network.design)
+    def weights(self, source: Mapping[str, Any]) -> HypernetWeights:
+        """The best network so far; `source` describes its training."""
+        network = build_network(self.training.network, self.network.weights)
         network.load_state_dict(self.best)
-        told = {**trained, "step": self.progress.best_step, "loss": self.progress.best}
+        progress = self.progress
         return HypernetWeights(
-            network=network, model=self.lm.name, fingerprint=self.lm.fingerprint, trained=told,
-            sha256=digest_of(list(self.best.values())),
-        )  # fmt: skip
+            network=network,
+            model=self.lm.name,
+            fingerprint=self.lm.fingerprint,
+            training={**source, "step": progress.best_step, "loss": progress.best_loss},
+            sha256=tensors_sha256(list(self.best.values())),
+        )
 
 
-FORMAT = "factscope-checkpoint"
+# ---- checkpoints
 
 
 def write_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Everything that training goes on from, whole or not at all."""
+    """Write everything that training resumes from; atomic."""
     adam = trainer.adam.state_dict()["state"]
     tensors = {
-        **{f"network.{name}": detached(x) for name, x in trainer.network.state_dict().items()},
-        **{f"best.{name}": detached(x) for name, x in trainer.best.items()},
-        **{f"adam.{i}.{name}": detached(x) for i, some in adam.items() for name, x in some.items()},
+        **{f"network.{name}": x for name, x in trainer.network.state_dict().items()},
+        **{f"best.{name}": x for name, x in trainer.best.items()},
+        **{f"adam.{i}.{name}": x for i, state in adam.items() for name, x in state.items()},
     }
-    header = {"format": f"{FORMAT} 1", "progress": asdict(trainer.progress)}
-    write_atomic(path, bytes_of(tensors, header))
+    header = {
+        "format": f"{CHECKPOINT_FORMAT} {CHECKPOINT_VERSION}",
+        "progress": asdict(trainer.progress),
+    }
+    copies = {name: cpu_copy(x) for name, x in tensors.items()}
+    write_atomic(path, pack_tensors(copies, header))
 
 
 def load_checkpoint_(trainer: Trainer, path: Path) -> None:
-    """Bring a fresh trainer to where another was."""
-    header, tensors = tensors_in(path, FORMAT)
+    """Bring a new trainer to the state that a checkpoint holds."""
+    _, header, tensors = read_tensors(path, CHECKPOINT_FORMAT, (CHECKPOINT_VERSION,))
+
+    def below(prefix: str) -> dict[str, Tensor]:
+        return {
+            name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
+        }
+
     try:
-        trainer.progress, trainer.begun = TrainingProgress(**header["progress"]), True
-        trainer.network.load_state_dict(_under("network.", tensors))
-        device = trainer.lm.device
-        trainer.best = {name: x.to(device) for name, x in _under("best.", tensors).items()}
+        trainer.progress, trainer.norms_ready = TrainingProgress(**header["progress"]), True
+        trainer.network.load_state_dict(below("network."))
+        trainer.best = {name: x.to(trainer.lm.device) for name, x in below("best.").items()}
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in _under("adam.", tensors).items():
-            number, _, what = name.partition(".")
-            state.setdefault(int(number), {})[what] = tensor
+        for key, tensor in below("adam.").items():
+            number, _, name = key.partition(".")
+            state.setdefault(int(number), {})[name] = tensor
         groups = trainer.adam.state_dict()["param_groups"]
         trainer.adam.load_state_dict({"state": state, "param_groups": groups})
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise BadRunFolder(
-            f"{path} cannot be gone on from ({reason}); give another folder"
-        ) from error
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+        raise BadRunFolder(f"cannot resume from {path} ({reason}); give another folder") from error

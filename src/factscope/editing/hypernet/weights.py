@@ -1,13 +1,15 @@
-"""Weights: a trained network with the model it is for, as one safetensors file.
+"""Trained hypernetworks as safetensors files.
 
-The header says the method, the model and its fingerprint, how the network is built, and on what it
-was trained. Nothing in the file is code.
+The header holds the method, the model with its fingerprint, the edited weights, the network's
+settings and how it was trained. Format 1, of factscope 0.1.0.dev0, named its fields and tensors
+differently; it is still read.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from factscope.editing.hypernet.gradients import TargetModule, target_modules
-from factscope.editing.hypernet.ke import KeConfig, KeNetwork
-from factscope.editing.hypernet.mend import MendConfig, MendNetwork
-from factscope.editing.hypernet.model import HypernetConfig, Hypernetwork
+from factscope.editing.hypernet.ke import KeNetwork
+from factscope.editing.hypernet.mend import MendNetwork
+from factscope.editing.hypernet.model import EditedWeights, Hypernetwork
+from factscope.editing.hypernet.settings import KeConfig, MendConfig, network_config
 from factscope.errors import BadEditorWeights, BadInput
 from factscope.io import sha256
 
@@ -27,183 +30,226 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 __all__ = [
-    "NETWORKS",
     "HypernetWeights",
     "build_network",
-    "bytes_of",
-    "check_fit",
-    "detached",
-    "digest_of",
+    "cpu_copy",
     "load_weights",
+    "network_for",
+    "pack_tensors",
     "pack_weights",
-    "tensors_in",
+    "read_tensors",
+    "tensors_sha256",
 ]
 
 FORMAT = "factscope-hypernetwork"
-VERSION = 1
+VERSION = 2
 
-NETWORKS: dict[str, tuple[type[HypernetConfig], Any]] = {
-    "mend": (MendConfig, MendNetwork),
-    "ke": (KeConfig, KeNetwork),
-}
-"""Method → how its network is described and built."""
+NETWORKS: dict[str, Any] = {"mend": MendNetwork, "ke": KeNetwork}
 
-FLAVOURS = {"counterfact": "-cf", "zsre": "-zsre", "text": ""}
-"""What the paper adds to a method's name for the data that it was trained on."""
+TABLE_SUFFIXES = {"counterfact": "-cf", "zsre": "-zsre", "text": ""}
+"""Training data → what the paper appends to the method's name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HypernetWeights:
-    """A network and what it was trained for."""
+    """A trained network and the model that it edits."""
 
     network: Hypernetwork
     model: str
     fingerprint: str
-    """Of the model that it edits."""
-    trained: Mapping[str, Any]
-    """On what, and how far."""
+    """Fingerprint of the model that it edits."""
+    training: Mapping[str, Any]
+    """The data and settings of its training, with the step and the validation loss."""
     sha256: str
-    """Of the file, or of the tensors where there is none."""
+    """Of the file, or of the tensors if they were never in one."""
 
     @property
     def row(self) -> str:
-        """What the paper's tables call an editor with these weights."""
-        data = str(self.trained.get("data", "text"))
-        return self.network.method + FLAVOURS.get(data, f"-{data}")
+        """The editor's name in the paper's tables, such as "mend-cf"."""
+        data = str(self.training.get("data", "text"))
+        return self.network.method + TABLE_SUFFIXES.get(data, f"-{data}")
 
-    def places(self, lm: "LM") -> list[TargetModule]:
-        """The model's weights that the network changes; refuses a model that it is not for."""
+    def targets(self, lm: "LM") -> list[TargetModule]:
+        """The modules of the model that the network edits; raises if it is another model."""
         if lm.fingerprint != self.fingerprint:
             raise BadEditorWeights(
                 f"the {self.network.method} weights are for {self.model} (fingerprint "
                 f"{self.fingerprint[:12]}), not for {lm.name} ({lm.fingerprint[:12]}); load that "
                 f"model, or train others: factscope train {self.network.method} --model {lm.name}"
             )
-        design = self.network.design
-        known = ("learned places", design.layers, design.places)
-        if known not in lm.cache:  # names are slow to find, and an edit is quick
-            lm.cache[known] = check_fit(lm, design)
-        return lm.cache[known]
+        weights = self.network.weights
+        key = ("hypernetwork targets", weights)
+        if key not in lm.cache:  # looking up module names takes longer than an edit
+            lm.cache[key] = _find_targets(lm, weights)
+        return lm.cache[key]
 
     def on(self, device: torch.device) -> Hypernetwork:
-        """The network on a device, not to be trained."""
+        """The network on a device, for inference."""
         network = self.network
-        if any(x.device != device for x in network.parameters()):  # moving sorts an LSTM's anew
+        # Moving an LSTM repacks its weights, even to the device where it is.
+        if any(x.device != device for x in network.parameters()):
             network.to(device)
         return network.eval().requires_grad_(False)
 
 
-def check_fit(lm: "LM", design: HypernetConfig) -> list[TargetModule]:
-    """The places of a design in a model, if it has them."""
+def _find_targets(lm: "LM", weights: EditedWeights) -> list[TargetModule]:
+    """The modules of the edited weights in a model, whose shapes must agree."""
     try:
-        found = target_modules(lm, design.layers)
+        found = target_modules(lm, weights.layers)
     except BadInput as error:
         raise BadEditorWeights(f"the weights do not fit {lm.name}: {error}") from error
-    there, wanted = tuple(place.shape for place in found), design.places
-    if there != wanted:
-        lost = [shape for shape in wanted if shape not in there] or list(wanted)
+    shapes = tuple(target.shape for target in found)
+    if shapes != weights.shapes:
+        missing = next((x for x in weights.shapes if x not in shapes), weights.shapes[0])
         raise BadEditorWeights(
-            f"the weights do not fit {lm.name}: they change {lost[0][0]} ({lost[0][1]} → "
-            f"{lost[0][2]}), and layers {', '.join(map(str, design.layers))} have "
-            f"{', '.join(name for name, _, _ in there)}; train others for these layers"
+            f"the weights do not fit {lm.name}: they change {missing.name} ({missing.keys} → "
+            f"{missing.values}), and layers {', '.join(map(str, weights.layers))} have "
+            f"{', '.join(shape.name for shape in shapes)}; train others for these layers"
         )
     return found
 
 
-def build_network(method: str, design: HypernetConfig, seed: int = 0) -> Hypernetwork:
-    """A network as it is before training; nobody else's random numbers change."""
-    _, network = NETWORKS[method]
+def build_network(
+    config: MendConfig | KeConfig, weights: EditedWeights, seed: int = 0
+) -> Hypernetwork:
+    """An untrained network. The global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return network(design)
+        return NETWORKS[config.method](config, weights)
 
 
-# ---- as a file
+def network_for(
+    lm: "LM", targets: Sequence[TargetModule], config: MendConfig | KeConfig, seed: int = 0
+) -> Hypernetwork:
+    """An untrained network, on the CPU, that edits these modules of a model."""
+    weights = EditedWeights(
+        shapes=tuple(target.shape for target in targets),
+        layers=tuple(sorted({target.layer for target in targets})),
+        hidden_size=lm.embed.weight.shape[1],
+    )
+    return build_network(config, weights, seed)
 
 
-def pack_weights(
-    network: Hypernetwork, lm_name: str, fingerprint: str, trained: Mapping[str, Any]
-) -> bytes:
+# ---- weights files
+
+
+def pack_weights(weights: HypernetWeights) -> bytes:
     """The bytes of a weights file."""
+    network = weights.network
     header = {
         "format": f"{FORMAT} {VERSION}",
         "method": network.method,
-        "model": lm_name,
-        "fingerprint": fingerprint,
-        "design": network.design.to_dict(),
-        "trained": dict(trained),
+        "model": weights.model,
+        "fingerprint": weights.fingerprint,
+        "weights": network.weights.to_dict(),
+        "network": asdict(network.config),
+        "training": dict(weights.training),
     }
-    tensors = {name: detached(x) for name, x in network.state_dict().items()}
-    return bytes_of(tensors, header)
-
-
-def bytes_of(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
-    """A safetensors file; its header is one entry, for several have no fixed order."""
-    return save(dict(tensors), metadata={"factscope": json.dumps(header)})
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """A copy of its own in main memory."""
-    return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+    return pack_tensors({name: cpu_copy(x) for name, x in network.state_dict().items()}, header)
 
 
 def load_weights(path: str | Path, method: str | None = None) -> HypernetWeights:
-    """The weights in a file, which must be of the method if one is said."""
+    """Read a weights file; raises if it is for another method than the given one."""
     path = Path(path)
-    header, tensors = tensors_in(path, FORMAT)
-    there = header.get("method", "")
-    if there not in NETWORKS or (method is not None and there != method):
-        raise BadEditorWeights(
-            f"{path} holds weights of {there!r}, not of {method or list(NETWORKS)}"
-        )
-    design, _ = NETWORKS[there]
+    version, header, tensors = read_tensors(path, FORMAT, (1, VERSION))
     try:
-        made = build_network(there, design.from_dict(header["design"]))
-        made.load_state_dict(tensors)
+        if version == 1:
+            header, tensors = _from_version_1(header, tensors)
+        found = header["method"]
+        if found not in NETWORKS or (method is not None and found != method):
+            wanted = method or " or ".join(NETWORKS)
+            raise BadEditorWeights(f"{path} holds weights of {found!r}, not of {wanted}")
+        config = network_config(found, **header["network"])
+        network = build_network(config, EditedWeights.from_dict(header["weights"]))
+        network.load_state_dict(tensors)
         return HypernetWeights(
-            network=made,
+            network=network,
             model=header["model"],
             fingerprint=header["fingerprint"],
-            trained=header["trained"],
+            training=header["training"],
             sha256=sha256(path),
         )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _unreadable(path, str(error).split("\n")[0]) from error
 
 
-def tensors_in(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a file that says it is of that kind."""
+def _from_version_1(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and tensors under the names of version 2."""
+    design = dict(header["design"])
+    weights = {
+        "shapes": design.pop("places"),
+        "layers": design.pop("layers"),
+        "hidden_size": design.pop("width"),
+    }
+    hidden = "hidden_layers" if header["method"] == "mend" else "hidden_width"
+    names = {
+        "hidden": hidden,
+        "lr": "edit_lr",
+        "lstm": "lstm_width",
+        "condition": "condition_width",
+    }
+    network = {names.get(name, name): value for name, value in design.items()}
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"^usual_(x|delta)\.", r"\1_norms.", name)
+        name = re.sub(r"\.squares$", ".m2", name)
+        return re.sub(r"log_rates?$", "log_edit_lr", name)
+
+    return (
+        {**header, "weights": weights, "network": network, "training": header["trained"]},
+        {renamed(name): x for name, x in tensors.items()},
+    )
+
+
+# ---- safetensors with a JSON header
+
+
+def pack_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
+    """A safetensors file. The header is one metadata entry, as several have no fixed order."""
+    return save(dict(tensors), metadata={"factscope": json.dumps(header)})
+
+
+def read_tensors(
+    path: Path, kind: str, versions: Sequence[int]
+) -> tuple[int, dict[str, Any], dict[str, Tensor]]:
+    """The version, header and tensors of a file of a kind, in one of these versions."""
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("factscope", "{}"))
-            _check_format(path, header, kind)
-            return header, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            found, _, version = header.get("format", "").partition(" ")
+            if found != kind or not version.isdigit():
+                raise BadEditorWeights(
+                    f"{path} is not a {kind.removeprefix('factscope-')} file; give one written by "
+                    "`factscope train`"
+                )
+            if int(version) not in versions:
+                known = " and ".join(map(str, versions))
+                advice = "update factscope" if int(version) > max(versions) else "train it again"
+                raise BadEditorWeights(
+                    f"{path} has format {version}, and this factscope reads {known}; {advice}"
+                )
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return int(version), header, tensors
     except FileNotFoundError as error:
-        raise BadEditorWeights(f"there is no file {path}; `factscope train` makes one") from error
+        raise BadEditorWeights(f"there is no file {path}; `factscope train` writes one") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
 
 
-def _check_format(path: Path, header: Mapping[str, Any], kind: str) -> None:
-    there, _, version = header.get("format", "").partition(" ")
-    if there != kind or not version.isdigit():
-        raise BadEditorWeights(f"{path} holds no {kind.removeprefix('factscope-')}; give one that "
-                         "`factscope train` wrote")  # fmt: skip
-    if int(version) > VERSION:
-        raise BadEditorWeights(
-            f"{path} has format {version}, this factscope reads up to {VERSION}; update factscope"
-        )
-
-
 def _unreadable(path: Path, reason: str) -> BadEditorWeights:
-    return BadEditorWeights(
-        f"the weights {path} cannot be read ({reason}); fetch or train them again"
-    )
+    return BadEditorWeights(f"cannot read the weights {path} ({reason}); train them again")
 
 
-def digest_of(tensors: Sequence[Tensor]) -> str:
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in main memory, detached."""
+    return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+
+
+def tensors_sha256(tensors: Sequence[Tensor]) -> str:
     """A hash of tensors, for weights that are in no file."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(detached(tensor).numpy().tobytes())
+        digest.update(cpu_copy(tensor).numpy().tobytes())
     return digest.hexdigest()

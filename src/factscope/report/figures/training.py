@@ -1,7 +1,4 @@
-"""The figure of a training: how the edits of held-out facts got better, and what else moved.
-
-Figures of second moments: how fast two halves of a text come to agree.
-"""
+"""Figures of convergence: the training of a hypernetwork, and the estimate of second moments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,68 +13,70 @@ from factscope.errors import BadSetting
 from factscope.report.labels import training_title
 from factscope.report.style import MEDIUM, SMALL, blank_figure, plain
 
-__all__ = [
-    "convergence_figure",
-    "training_figure",
-]
+__all__ = ["convergence_figure", "training_figure"]
 
+# Field of a record, label, color, line style. Examples from text have no paraphrase: their edit and
+# rephrase lines coincide, and the dashes show both.
 LOSSES = (
-    ("edit", "new object", "#3b0f70", "-"),
-    ("rephrased", "in other words", "#8c2981", "--"),
-    ("local", "elsewhere (KL)", "#d95f0e", "-"),
+    ("edit_loss", "edit", "#3b0f70", "-"),
+    ("rephrase_loss", "rephrase", "#8c2981", "--"),
+    ("locality_loss", "locality (KL)", "#d95f0e", "-"),
 )
-SHARES = (
-    ("said", "new object said", "#3b0f70", "-"),
-    ("said_rephrased", "in other words", "#8c2981", "--"),
-    ("kept", "unchanged elsewhere", "#d95f0e", "-"),
+ACCURACIES = (
+    ("edit_accuracy", "edit", "#3b0f70", "-"),
+    ("rephrase_accuracy", "rephrase", "#8c2981", "--"),
+    ("locality_accuracy", "locality", "#d95f0e", "-"),
 )
-"""Field of a record, its words, colour and line. Text has no other words: there both lines lie on
-each other, and are both seen."""
-CROWDED = 20
-"""Beyond so many looks a line has no dots."""
+MAX_MARKERS = 20
+"""Lines through more evaluations have no markers."""
+
+History = Sequence[tuple[int, float]]
+"""Tokens so far, and the relative gap between the two halves of the text."""
 
 
-def training_figure(course: TrainingCurve) -> Figure:
-    """Losses and shares on the held-out examples against the steps."""
+def training_figure(curve: TrainingCurve) -> Figure:
+    """Losses and accuracies on the validation examples against the step."""
     fig = blank_figure(7.6, 3.0)
     left, right = fig.subplots(1, 2)
     unedited: dict[str, Any] = {"color": "#999999", "linewidth": 0.8, "linestyle": ":"}
-    left.axhline(course.looks[0].before, label="new object, unedited", **unedited)
-    _lines(left, course, LOSSES)
-    left.set_ylabel("loss on held-out facts", fontsize=MEDIUM)
+    left.axhline(curve.evaluations[0].unedited_loss, label="unedited", **unedited)
+    _plot_fields(left, curve, LOSSES)
+    left.set_ylabel("validation loss", fontsize=MEDIUM)
     left.set_ylim(bottom=0)
-    _lines(right, course, SHARES)
-    right.set_ylabel("share of held-out facts", fontsize=MEDIUM)
+    _plot_fields(right, curve, ACCURACIES)
+    right.set_ylabel("validation accuracy", fontsize=MEDIUM)
     right.set_ylim(-0.02, 1.02)
-    fig.suptitle(training_title(course), fontsize=MEDIUM, **plain())
+    fig.suptitle(training_title(curve), fontsize=MEDIUM, **plain())
     return fig
 
 
-def _lines(ax: Axes, course: TrainingCurve, of: Sequence[tuple[str, str, str, str]]) -> None:
+def _plot_fields(
+    ax: Axes, curve: TrainingCurve, lines: Sequence[tuple[str, str, str, str]]
+) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=SMALL, length=2, width=0.5)
-    ax.axvline(course.best.step, color="0.8", linewidth=0.8, label="best look", zorder=0)
-    steps = [look.step for look in course.looks]
-    dots = "o" if len(steps) <= CROWDED else None
-    for name, words, color, line in of:
-        values = [getattr(look, name) for look in course.looks]
+    ax.axvline(curve.best.step, color="0.8", linewidth=0.8, label="best step", zorder=0)
+    steps = [evaluation.step for evaluation in curve.evaluations]
+    for name, label, color, style in lines:
         ax.plot(
-            steps, values, color=color, linestyle=line, linewidth=1.3, marker=dots, markersize=2.5,
-            label=words,
-        )  # fmt: skip
+            steps,
+            [getattr(evaluation, name) for evaluation in curve.evaluations],
+            color=color,
+            linestyle=style,
+            linewidth=1.3,
+            marker="o" if len(steps) <= MAX_MARKERS else None,
+            markersize=2.5,
+            label=label,
+        )
     ax.set_xlabel("step", fontsize=MEDIUM)
     ax.legend(frameon=False, fontsize=SMALL)
 
 
-History = Sequence[tuple[int, float]]
-"""Tokens so far and the gap between the halves."""
-
-
 def convergence_figure(histories: Mapping[int, History], model: str) -> Figure:
-    """The gap between the halves against the tokens read, a line for each layer."""
+    """The gap between the second moments of two halves of a text, one line per layer."""
     measured = {layer: points for layer, points in histories.items() if points}
     if not measured:
-        raise BadSetting("no gaps to draw: the text was too short to compare its halves")
+        raise BadSetting("no gaps to draw: the text is too short to compare its halves")
     fig = blank_figure(4.6, 3.2)
     ax = fig.subplots()
     ax.set_xscale("log")
