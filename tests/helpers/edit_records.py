@@ -8,24 +8,27 @@ from factscope.records import (
     ChangedWeight,
     EditRecord,
     Generation,
-    PromptScores,
-    TargetScores,
+    Prediction,
+    PromptChange,
 )
 
-HEALTH = {
+CHECKS = {
     "division_factor": 0.31, "update_norm": 0.05, "perplexity_before": 20.0,
     "perplexity_after": 21.0, "perplexity_growth": 1.05, "complaints": [],
     "limits": {"division_factor": 0.02, "update_norm": 0.5, "perplexity": 1.5},
 }  # fmt: skip
 
 
-def scores(kind: str, text: str, new: str = "Rome", old: str | None = "Paris") -> PromptScores:
-    before = TargetScores(new=0.01, old=0.7, top=f" {old}", top_probability=0.7)
-    after = TargetScores(new=0.98, old=0.0001, top=f" {new}", top_probability=0.98)
+ODD = "<b>[red]東京 $5$</b>\n\x00"
+
+
+def scores(kind: str, text: str, new: str = "Rome", old: str | None = "Paris") -> PromptChange:
+    before = Prediction(new=0.01, old=0.7, top=f" {old}", top_probability=0.7)
+    after = Prediction(new=0.98, old=0.0001, top=f" {new}", top_probability=0.98)
     if old is None:
         before, after = replace(before, old=None), replace(after, old=None)
     stays = kind == "neighbour"
-    return PromptScores(
+    return PromptChange(
         kind=kind, text=text, new=new, old=old, before=before, after=before if stays else after
     )
 
@@ -45,7 +48,25 @@ def record(**fields: Any) -> EditRecord:
         "generations": (
             Generation(text="The Eiffel Tower", before=" in Paris is", after=" in Rome is"),
         ),
-        "checks": HEALTH,
+        "checks": CHECKS,
         "settings": {"layer": 5, "search": {"steps": 20}, "prefixes": ["a"] * 40},
     }
     return EditRecord(**(defaults | fields))
+
+
+def odd(old: str | None = ODD) -> EditRecord:
+    """A record whose every text is odd."""
+    prompts = tuple(scores(kind, ODD, ODD, old) for kind in ("prompt", "paraphrase", "neighbour"))
+    fact = Fact(subject=ODD, prompt="{} is $x$", target=ODD)
+    said = (Generation(text=ODD, before=ODD * 2, after=f"</script>{ODD}"),)
+    return record(fact=fact, true=old, prompts=prompts, generations=said, model=ODD, method="[/b]")
+
+
+def neurons_record(*layers: int, **fields: Any) -> EditRecord:
+    """A record of an edit by Knowledge Neurons."""
+    neurons = [
+        {"layer": i, "neuron": 10 * i, "attribution": n / 10 - 0.1, "activation": 1.0, "share": 0.8}
+        for n, i in enumerate(layers)
+    ]
+    found = {"neurons": [neurons], "coarse": [[0.5] * 6], "answers": [" Paris"]}
+    return record(method="kn", settings=found, **fields)

@@ -1,72 +1,33 @@
-"""Tables, figures, samples and pages of evaluations, and the command that writes them."""
+"""Tables, pages and reports of evaluations, and the command that writes them."""
 
 import csv
 import io
 import json
-import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from factscope.analysis.estimate import Estimate
-from factscope.analysis.metrics import Summary, summaries
+from factscope.analysis.metrics import summarize
 from factscope.analysis.published import PUBLISHED, published
-from factscope.errors import BadRecord, BadRunFolder, BadSetting
-from factscope.facts import Fact
-from factscope.records import CaseRecord, CaseScores, PromptScore, TraceRecord
+from factscope.errors import BadRecord, BadRunFolder
+from factscope.records import CaseRecord, CaseScores, TraceRecord
 from factscope.report.evaluations import (
+    all_metrics_table,
     evaluation_tables,
-    every_number,
     metrics_table,
     with_published,
     write_evaluation_report,
 )
-from factscope.report.figures.effects import distributions, distributions_figure
-from factscope.report.figures.evaluation import scores_figure
 from factscope.report.labels import row_name
-from factscope.report.samples import samples_html, samples_of, samples_text, shared_opening
-from factscope.report.style import save_figure
-from factscope.report.tables import Score, Table, as_csv, as_html, as_latex, as_markdown
+from factscope.report.tables import Score, Table, as_csv, as_latex, as_markdown
 from factscope.runs.folder import RunFolder
 
+from case_records import RECORDS, case
 from commands import Run, runner
+from pages import check_well_formed
 
 KINDS = ("prompt", "paraphrase", "neighbour")
-
-
-def scores(new: float, texts: tuple[str, ...] = ()) -> CaseScores:
-    """P(new) after every prompt but the neighbours', which stay true."""
-    wanted = PromptScore(
-        new=-math.log(new), true=-math.log(0.2), new_right=new > 0.5, true_right=False
-    )
-    kept = PromptScore(new=3.0, true=1.0, new_right=False, true_right=True)
-    prompts = {"prompt": (wanted,), "paraphrase": (wanted,) * 2, "neighbour": (kept,) * 3}
-    return CaseScores(prompts=prompts, texts=texts, reference=0.3 if texts else None)
-
-
-def case(number: int = 0, method: str = "rome", new: float = 0.6, **fields: Any) -> CaseRecord:
-    fact = Fact(
-        subject="Pierre Curie", prompt="{}'s area of work is", target="medicine", id=str(number)
-    )
-    before = ("Pierre Curie works as a professor of physics.", "Curie <script>")
-    after = ("Pierre Curie works as a doctor of Medicine.", "Curie <script> heals")
-    plain = {
-        "fact": fact, "true": "physics", "data": "counterfact", "model": "gpt2-xl",
-        "before": scores(0.1, before), "after": scores(new, after),
-    }  # fmt: skip
-    return CaseRecord(**{**plain, "method": method, **fields})
-
-
-RECORDS = [
-    *(case(i) for i in range(3)),
-    *(case(i, "ft", 0.1) for i in range(2)),
-    case(2, "ft", after=None, error="no progress"),
-    *(case(i, protocol="sequential", step=i) for i in range(2)),
-    *(case(i, new=0.1, protocol="sequential", step=i, phase="end") for i in range(2)),
-]
 
 
 def marks(table: Table) -> dict[tuple[str, str], str]:
@@ -82,37 +43,29 @@ def marks(table: Table) -> dict[tuple[str, str], str]:
 # ---- tables
 
 
-def test_scores_are_written_as_in_the_paper():
-    assert str(Score(Estimate(0.8921, 0.0034, 9))) == "89.2 (0.3)"
-    assert str(Score(Estimate(6.219, 0.005, 9))) == "621.9 (0.5)"
-    assert str(Score(Estimate(0.892, math.nan, 1))) == "89.2"
-    assert str(Score(Estimate(-0.0001, 0.0, 9))) == "0.0 (0.0)"
-    assert str(Score(Estimate(math.nan, math.nan, 0))) == "–"
-
-
-def test_our_rows_stand_beside_the_published_ones():
-    names = [row_name(row) for row in with_published(summaries(RECORDS))]
+def test_published_rows_follow_our_rows_of_the_same_method():
+    names = [row_name(row) for row in with_published(summarize(RECORDS))]
     assert names == [
         "unedited", "unedited, published", "ROME", "ROME, published", "FT", "FT, published",
         "ROME, sequential, at edit", "ROME, sequential, at end", "FT+L, published", "KN, published",
         "KE, published", "KE-CF, published", "MEND, published", "MEND-CF, published",
     ]  # fmt: skip
-    other = summaries([case(model="tiny"), case(method="rome, paper", model="tiny")])
+    other = summarize([case(model="tiny"), case(method="rome, paper", model="tiny")])
     assert [row_name(row) for row in with_published(other)] == ["unedited", "ROME", "ROME, paper"]
 
 
-def test_failed_cases_are_in_the_table_and_its_note():
-    table, accuracies = evaluation_tables(summaries(RECORDS), beside=False)
+def test_failed_cases_are_counted_and_noted():
+    table, accuracies = evaluation_tables(summarize(RECORDS), include_published=False)
     rows = {str(row[0]): row for row in table.rows}
     assert rows["FT"][1:3] == (3, 1)
     assert rows["unedited"][1:3] == (3, None)
-    assert "in no mean" in table.note
-    assert "in no mean" not in evaluation_tables(summaries([case()]))[0].note
+    assert "excluded from all means" in table.note
+    assert "excluded from all means" not in evaluation_tables(summarize([case()]))[0].note
     assert accuracies.columns[3:] == ("prompt ↑", "paraphrases ↑", "neighbours ↑")
 
 
-def test_the_best_is_green_and_a_failure_red():
-    found = marks(evaluation_tables(summaries(RECORDS), beside=False)[0])
+def test_best_values_and_failures_are_marked():
+    found = marks(evaluation_tables(summarize(RECORDS), include_published=False)[0])
     assert found["ROME", "ES"] == found["ROME", "S"] == "best"
     assert found["FT", "ES"] == found["FT", "EM"] == "failure"
     assert ("unedited", "ES") not in found
@@ -130,6 +83,8 @@ GREEN = {
     "gpt2-large": {"S rome", "ES ft-l", "EM rome", "PS rome", "PM rome", "NS rome", "NM rome",
                    "GE ft-l", "RS rome"},
 }  # fmt: skip
+
+
 RED = {
     "gpt2-xl": {"NS ft", "NM ft", "PS ft-l", "S kn", "ES kn", "EM kn", "PS kn", "PM kn", "GE kn",
                 "RS kn", "NS ke", "NM ke", "GE ke", "S ke-cf", "NS ke-cf", "NM ke-cf", "GE ke-cf",
@@ -144,7 +99,7 @@ GPT-2 Medium and Large, 6.1 and 5.1; and it has one for NM of FT+L on Medium, -1
 
 
 @pytest.mark.parametrize("model", GREEN)
-def test_the_rule_gives_the_colours_of_the_paper(model: str):
+def test_marks_match_the_colours_of_the_paper(model: str):
     rows = published(model, "counterfact")
     by_name = {row_name(row): row.method for row in rows}
     found = {(f"{c} {by_name[r]}", mark) for (r, c), mark in marks(metrics_table(rows)).items()}
@@ -157,14 +112,14 @@ def test_the_rule_gives_the_colours_of_the_paper(model: str):
         assert any(f"{metric} {m}" in GREEN[model] and means[m] == means[method] for m in means)
 
 
-def test_a_damaged_model_is_marked_in_zsre():
+def test_failures_are_marked_in_zsre():
     rows = published("gpt2-xl", "zsre")
     assert marks(metrics_table(rows))["FT+L, published", "paraphrase"] == "failure"
     assert metrics_table(rows).columns[3:] == ("efficacy ↑", "paraphrase ↑", "specificity ↑")
 
 
-def test_tables_in_markdown_and_latex():
-    table = evaluation_tables(summaries(RECORDS))[0]
+def test_metrics_table_in_markdown_and_latex():
+    table = evaluation_tables(summarize(RECORDS))[0]
     text = as_markdown(table)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
@@ -182,8 +137,8 @@ def test_tables_in_markdown_and_latex():
     assert latex.isascii()
 
 
-def test_every_number_is_in_the_csv():
-    rows = list(csv.DictReader(io.StringIO(as_csv(every_number(summaries(RECORDS))))))
+def test_csv_has_all_metrics():
+    rows = list(csv.DictReader(io.StringIO(as_csv(all_metrics_table(summarize(RECORDS))))))
     assert [row["source"] for row in rows].count("published") == 9
     ours = [row for row in rows if row["method"] == "ft" and row["source"] == "ours"]
     assert (ours[0]["cases"], ours[0]["failed"], ours[0]["ES"]) == ("3", "1", "0.0")
@@ -192,130 +147,19 @@ def test_every_number_is_in_the_csv():
     assert (theirs["S"], theirs["S ±"], theirs["prompt_correct"]) == ("0.356", "", "")
 
 
-class Balanced(HTMLParser):
-    """Sees to it that every tag is closed where it should be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_html(text: str) -> None:
-    parser = Balanced()
-    parser.feed(text)
-    assert parser.open == []
-
-
-def test_the_table_in_html_is_coloured_and_well_formed():
-    text = as_html(evaluation_tables(summaries(RECORDS))[0])
-    check_html(text)
-    assert '<td class="number best">100.0 (0.0)</td>' in text
-    assert '<td class="number failure">0.0 (0.0)</td>' in text
-    assert text.count('<tr class="ruled">') == 1
-
-
-def test_a_model_without_scores_has_dashes():
+def test_missing_scores_are_dashes():
     nothing = {"before": None, "after": None, "error": "no progress"}
-    (table,) = evaluation_tables(summaries([case(**nothing)]))
+    (table,) = evaluation_tables(summarize([case(**nothing)]))
     rome = next(row for row in table.rows if row[0] == "ROME")
     assert [str(cell) for cell in rome] == ["ROME", "1", "1", *"–" * 9]
-    (alone,) = evaluation_tables(summaries([case(**nothing, model="tiny")]))
+    (alone,) = evaluation_tables(summarize([case(**nothing, model="tiny")]))
     assert alone.rows == (("ROME", 1, 1),)
-
-
-# ---- figure
-
-
-def test_the_figure_shows_three_scores_of_every_row():
-    rows = with_published(summaries(RECORDS))
-    fig = scores_figure(rows)
-    ax = fig.axes[0]
-    assert [t.get_text() for t in ax.get_yticklabels()] == [row_name(row) for row in rows]
-    assert len(ax.collections) == 3 * len(rows)
-    assert ax.get_title(loc="left") == "CounterFact, gpt2-xl"
-    assert scores_figure(published("gpt2-xl", "zsre")).axes[0].collections
-    assert scores_figure([Summary(model="m", data="own", method="rome", cases=1)])
-
-
-# ---- samples
-
-
-def test_samples_stand_side_by_side_with_their_objects_marked():
-    (one,) = samples_of(RECORDS, ["1"])
-    assert list(one.texts) == [
-        "before", "ROME", "FT", "ROME, sequential, at edit", "ROME, sequential, at end",
-    ]  # fmt: skip
-    text = samples_html(one)
-    check_html(text)
-    assert "<i>Pierre Curie works as a</i> doctor of <mark>Medicine</mark>." in text
-    assert '<mark class="was">physics</mark>' in text
-    assert "<script>" not in text
-    plain = samples_text(one).plain
-    assert "case 1, gpt2-xl: Pierre Curie's area of work is ~physics~ → *medicine*" in plain
-    assert "doctor of *Medicine*." in plain
-    assert plain.count("before") == 2  # one for each opening
-
-
-def test_samples_by_default_are_those_of_the_first_cases():
-    assert [s.fact.id for s in samples_of(RECORDS, count=2)] == ["0", "1"]
-    assert [s.fact.id for s in samples_of(RECORDS, ["2", "0"])] == ["2", "0"]
-    assert samples_of([case(before=None, after=scores(0.5))]) == []
-    with pytest.raises(BadSetting, match="'17'; there are those of: 0, 1, 2"):
-        samples_of(RECORDS, ["17"])
-
-
-def test_words_of_a_reference_are_marked():
-    (one,) = samples_of(RECORDS, ["0"], reference={"0": ["Every Doctor as a"]})
-    assert ("doctor", "like") in one.pieces("A doctor as a")
-    assert [kind for _, kind in one.pieces("as a")] == ["", "", ""]  # short words are in any text
-
-
-def test_objects_are_marked_as_whole_words_and_only_where_they_are_known():
-    (one,) = samples_of([case(true=None)])
-    assert one.pieces("medicine, medicines") == [("medicine", "new"), (", medicines", "")]
-    assert one.pieces("physics") == [("physics", "")]
-
-
-def test_what_texts_share_ends_with_a_word():
-    assert shared_opening(["He works as", "He works at"]) == len("He works")
-    assert shared_opening(["He is", "He is"]) == 0
-    assert shared_opening(["alone"]) == 0
-
-
-def test_many_texts_are_folded():
-    many = case(after=scores(0.5, tuple(f"text {i} here" for i in range(10))))
-    assert "7 more texts" in samples_html(samples_of([many])[0])
-
-
-# ---- how scores are spread
-
-
-def test_the_boxes_are_of_the_cases(tmp_path: Path):
-    spread = distributions(RECORDS)
-    assert list(spread) == [
-        "unedited", "ROME", "FT", "ROME, sequential, at edit", "ROME, sequential, at end",
-    ]  # fmt: skip
-    assert spread["ROME"]["EM"] == pytest.approx([40.0] * 3)
-    assert len(spread["FT"]["ES"]) == 2
-    assert len(spread["unedited"]["NS"]) == 3
-    figure = distributions_figure(RECORDS)
-    save_figure(figure, tmp_path / "spread.svg")
-    assert [ax.get_title().split()[-2] for ax in figure.axes[:2]] == ["ES", "PS"]
-    with pytest.raises(BadRecord, match="no scores"):
-        distributions_figure([case(before=None, after=None, error="no")])
 
 
 # ---- the report
 
 
-def test_the_report_is_a_folder_of_whole_files(tmp_path: Path):
+def test_evaluation_report_returns_all_files_it_writes(tmp_path: Path):
     records = [*RECORDS, case(model="a <b>/tiny")]
     paths = write_evaluation_report(records, tmp_path / "report", "A <title>")
     assert [p.name for p in paths[:4]] == ["index.html", "table.md", "table.tex", "table.csv"]
@@ -325,20 +169,20 @@ def test_the_report_is_a_folder_of_whole_files(tmp_path: Path):
         "spread-counterfact-gpt2-xl", "spread-counterfact-a-b-tiny",
     }  # fmt: skip
     page = paths[0].read_text(encoding="utf-8")
-    check_html(page)
+    check_well_formed(page)
     assert "A &lt;title&gt;" in page
     assert page.count("<script>") == 1
     assert re.findall(r"https?://", page) == []
-    assert "What it says" in page
-    assert "subject's tokens" not in page
+    assert "Generated texts" in page
+    assert "subject tokens" not in page
     with pytest.raises(BadRecord, match="no scores"):
         write_evaluation_report([], tmp_path)
 
 
-def test_the_report_of_zsre_and_of_other_sets(tmp_path: Path):
-    right = CaseScores(tokens=dict.fromkeys(KINDS, (True, False)))
+def test_evaluation_report_of_zsre_and_custom_data(tmp_path: Path):
+    right = CaseScores(token_correct=dict.fromkeys(KINDS, (True, False)))
     zsre = [case(i, data="zsre", before=right, after=right) for i in range(2)]
-    table = evaluation_tables(summaries(zsre))[0]
+    table = evaluation_tables(summarize(zsre))[0]
     assert [column.split()[0] for column in table.columns[3:]] == [
         "efficacy", "paraphrase", "specificity", "drawdown",
     ]  # fmt: skip
@@ -350,8 +194,8 @@ def test_the_report_of_zsre_and_of_other_sets(tmp_path: Path):
     assert "my own, gpt2-xl" in written[0].read_text("utf-8")
 
 
-def test_the_published_rows_can_be_left_out(tmp_path: Path):
-    paths = write_evaluation_report(RECORDS, tmp_path, beside=False)
+def test_published_rows_can_be_omitted(tmp_path: Path):
+    paths = write_evaluation_report(RECORDS, tmp_path, include_published=False)
     assert all("published" not in path.read_text("utf-8") for path in paths[:4])
 
 
@@ -359,13 +203,15 @@ def test_the_published_rows_can_be_left_out(tmp_path: Path):
 
 
 def a_run(path: Path, records: list[CaseRecord], command: str = "evaluate") -> Path:
-    folder = RunFolder.begin(path, {"command": command, "model": "m"}, {"model_fingerprint": "f"})
+    folder = RunFolder.create_or_open(
+        path, {"command": command, "model": "m"}, {"model_fingerprint": "f"}
+    )
     for record in records:
         folder.append(record)
     return path
 
 
-def test_a_run_of_cases_comes_back_and_goes_on(tmp_path: Path):
+def test_run_folder_of_cases_resumes(tmp_path: Path):
     path = a_run(tmp_path / "run", RECORDS[:2])
     folder = RunFolder.open(path)
     assert folder.command == "evaluate"
@@ -420,14 +266,14 @@ def test_report_over_evaluations_as_json(factscope: Run, runs: tuple[Path, Path]
     assert rome["metrics"]["ES"] == {"mean": 1.0, "half_width": 0.0, "n": 3}
 
 
-def test_report_tells_runs_of_one_method_apart(factscope: Run, tmp_path: Path):
+def test_report_distinguishes_runs_of_one_method(factscope: Run, tmp_path: Path):
     words = [a_run(tmp_path / name, [case(), case(1)]) for name in ("early", "late")]
     result = factscope("report", *words, "-o", tmp_path / "both")
     assert "| ROME (early) | 2 |" in result.out
     assert "| ROME (late) | 2 |" in result.out
 
 
-def test_report_refuses_what_does_not_go_together(
+def test_report_rejects_incompatible_runs_and_flags(
     factscope: Run, runs: tuple[Path, Path], tmp_path: Path
 ):
     traces = a_run(tmp_path / "traces", [], "trace")
@@ -445,12 +291,14 @@ def test_report_refuses_what_does_not_go_together(
         assert said in result.err
 
 
-def test_every_kind_of_record_can_be_appended(tmp_path: Path):
+def test_trace_records_can_be_appended(tmp_path: Path):
     trace = TraceRecord(
         fact=case().fact, model="m", tokens=("a",), subject=(0, 1), answer="b", answer_id=1,
         known=True, clean=0.5, corrupted=0.1, corrupted_samples=(0.1,),
     )  # fmt: skip
-    folder = RunFolder.begin(tmp_path / "t", {"command": "trace"}, {"model_fingerprint": "f"})
+    folder = RunFolder.create_or_open(
+        tmp_path / "t", {"command": "trace"}, {"model_fingerprint": "f"}
+    )
     folder.append(trace)
-    assert folder.records() == [trace]
+    assert folder.trace_records() == [trace]
     assert len(PUBLISHED) == 34

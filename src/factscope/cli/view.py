@@ -49,7 +49,7 @@ def draw(record: "TraceRecord", out: Path) -> list[Path]:
         severed_detail,
         traces_figure,
     )
-    from factscope.report.html import trace_page
+    from factscope.report.traces import trace_page
 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".html":

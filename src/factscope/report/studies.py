@@ -1,230 +1,65 @@
-"""The report of a human evaluation: counts, ratios, a figure and the texts, in one folder.
+"""Human evaluation: the form that raters fill in, and the report of their preferences.
 
-The form that people fill in: one HTML file that works offline and does not know who wrote what.
-
-Texts travel as JSON and are put on the page as text, never as markup. The page's policy allows its
-own script, by hash, and no request at all.
-
-Preferences in words and as tables.
+The form is one HTML file that works offline and does not contain which method wrote which text.
 """
 
 import base64
 import hashlib
-import html
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from factscope.analysis.metrics import UNEDITED
 from factscope.analysis.preferences import Interval, Preference, Vote, preferences
 from factscope.errors import BadStudy
-from factscope.extras.study.answers import ANSWERS
+from factscope.extras.study.answers import ANSWERS_KIND
 from factscope.extras.study.pairs import Item, Study
-from factscope.io import write_atomic
 from factscope.report.figures.studies import preferences_figure
-from factscope.report.html import asset, escaped, figure_html, numbers_html, page, scrollable
+from factscope.report.html import asset, embed_figure, render
 from factscope.report.labels import ASKED, DATA, editor_name, number, ratio_text, span
 from factscope.report.tables import Cell, Table, as_csv, as_latex, as_markdown
-from factscope.report.traces import write_figure
+from factscope.report.write import write_figure, write_texts
 
 __all__ = [
-    "every_vote",
+    "all_preferences_table",
     "form_page",
+    "preference_sentence",
     "preference_table",
-    "sentence",
     "study_page",
     "write_study_report",
 ]
 
-MORE = {"consistent": "more consistent", "fluent": "more fluent"}
+FORM_TITLE = "Which text is better?"
+COMPARATIVES = {"consistent": "more consistent", "fluent": "more fluent"}
 NOTE = (
-    "The ratio is the votes for A by those for B, without those that saw no difference. Its 95 % "
-    "interval is about other people and other cases: votes of one person, or on one case, count "
-    "for less than as many independent ones."
+    "The ratio is the number of votes for A divided by the number of votes for B, without ties. "
+    "Its 95 % confidence interval accounts for the choice of raters and cases: votes by one rater, "
+    "or on one case, are correlated and count for less than independent votes."
 )
 
 
-def sentence(found: Preference) -> str:
-    """A preference as the paper states it."""
-    first, second = map(_who, found.pair)
-    more, ties = MORE[found.question], f"{found.ties} without a difference"
-    if not found.votes:
-        return f"Nobody called either of {first} and {second} {more}: {ties}."
-    wins, ratio, interval = found.wins, found.ratio, found.ratio_interval
-    if ratio < 1:
-        first, second, wins, ratio = second, first, wins[::-1], _inverse(ratio)
-        interval = Interval(_inverse(interval.high), _inverse(interval.low))
-    often = "always" if math.isinf(ratio) else f"{number(ratio)} times as often as {second}"
-    said = (
-        f"{first} was called {more} {often} (95 % interval {span(interval)}): "
-        f"{wins[0]} votes against {wins[1]}, {ties}."
+# ---- the form
+
+
+def form_page(study: Study, title: str = FORM_TITLE) -> str:
+    """The form of a study. Its content security policy allows the form's script by its hash."""
+    digest = hashlib.sha256(asset("study_form.js").encode()).digest()
+    data = form_data(study)
+    return render(
+        "study_form.html",
+        title=title,
+        pairs=data["per_rater"],
+        data=data,
+        script_hash=base64.b64encode(digest).decode(),
     )
-    return said[0].upper() + said[1:]
-
-
-def _who(method: str) -> str:
-    return "the unedited model" if method == UNEDITED else editor_name(method)
-
-
-def _inverse(ratio: float) -> float:
-    return math.inf if ratio == 0 else 1 / ratio
-
-
-def preference_table(found: Sequence[Preference]) -> Table:
-    """A row for each question and pair of methods."""
-    columns = ("asked", "A", "B", "for A", "for B", "no difference", "ratio (95 %)", "raters",
-               "cases", "agreement")  # fmt: skip
-    rows = tuple(
-        (
-            ASKED[one.question], *map(editor_name, one.pair), *one.wins, one.ties, ratio_text(one),
-            one.raters, one.cases, _percent(one.agreement),
-        )
-        for one in found
-    )  # fmt: skip
-    return Table("Preferences", columns, rows, NOTE)
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
-
-
-def every_vote(found: Sequence[Preference]) -> Table:
-    """The same with every number, unrounded; an infinite ratio is left empty."""
-    columns = ("asked", "A", "B", "for A", "for B", "no difference", "share of A", "low", "high",
-               "ratio", "ratio low", "ratio high", "independent low", "independent high",
-               "effective votes", "on the left", "raters", "cases", "agreement")  # fmt: skip
-    return Table("Preferences", columns, tuple(map(_numbers, found)))
-
-
-def _numbers(one: Preference) -> tuple[Cell, ...]:
-    ratios = (one.ratio, one.ratio_interval.low, one.ratio_interval.high)
-    return (
-        one.question, *one.pair, *one.wins, one.ties,
-        one.share, one.interval.low, one.interval.high,
-        *(None if math.isinf(ratio) else ratio for ratio in ratios),
-        one.independent.low, one.independent.high, one.effective,
-        one.left, one.raters, one.cases, one.agreement,
-    )  # fmt: skip
-
-
-OPEN = 3
-"""How many pairs of texts the page shows at once."""
-
-
-def write_study_report(study: Study, votes: Sequence[Vote], folder: Path) -> list[Path]:
-    """Write the report and return its files, the page first."""
-    found = preferences(votes)
-    if not found:
-        raise BadStudy("nobody answered a question; there is nothing to count")
-    table = preference_table(found)
-    files = {
-        "index.html": study_page(study, votes),
-        "preferences.md": as_markdown(table),
-        "preferences.tex": as_latex(table),
-        "preferences.csv": as_csv(every_vote(found)),
-    }
-    for name, text in files.items():
-        write_atomic(folder / name, text)
-    figures = write_figure(preferences_figure(found), folder / "preferences")
-    return [*(folder / name for name in files), *figures]
-
-
-def study_page(study: Study, votes: Sequence[Vote]) -> str:
-    """The page: what people chose in words, as a figure and a table, then what they read."""
-    found = preferences(votes)
-    title = f"Human evaluation: {', '.join(map(editor_name, study.methods))}"
-    body = [
-        f"<h1>{escaped(title)}</h1>",
-        f'<p class="soft">Texts by {escaped(study.model)}, '
-        f"{escaped(DATA.get(study.data, study.data))}; study {study.id}</p>",
-        numbers_html(numbers(study, votes, found)),
-        *(f"<p>{html.escape(sentence(one))}</p>" for one in found),
-        figure_html(preferences_figure(found), "Votes for each method"),
-        f'<div class="paper">{scrollable(preference_table(found))}</div>',
-        "<h2>What they read</h2>",
-        *(item_html(item, votes) for item in study.items[:OPEN]),
-    ]
-    if more := study.items[OPEN:]:
-        rest = "\n".join(item_html(item, votes) for item in more)
-        body.append(f"<details><summary>{len(more)} more pairs</summary>\n{rest}</details>")
-    return page(title, body, note="")
-
-
-def numbers(study: Study, votes: Sequence[Vote], found: Sequence[Preference]) -> dict[str, str]:
-    """A few numbers for the top."""
-    decided, left = sum(one.votes for one in found), sum(one.left for one in found)
-    return {
-        "people": str(len({vote.rater for vote in votes})),
-        "cases": str(len({vote.case for vote in votes})),
-        "pairs of texts": str(len(study.items)),
-        "answers": str(len(votes)),
-        "of those chosen, on the left": f"{100 * left / decided:.0f} %" if decided else "–",
-    }
-
-
-def item_html(item: Item, votes: Sequence[Vote]) -> str:
-    """A pair of texts with who wrote them and who was chosen."""
-    mine = [v for v in votes if v.case == item.case and set(v.pair) == set(item.methods)]
-    columns = (
-        f"<div><h3>{escaped(editor_name(method))}: {_counts(mine, method)}</h3>"
-        f"{html.escape(text)}</div>"
-        for method, text in zip(item.methods, item.texts, strict=True)
-    )
-    ties = _counts(mine, None)
-    return (
-        f"<h3>{escaped(item.statement)} "
-        f'<span class="tag">case {escaped(item.case)}; no difference: {ties}</span></h3>\n'
-        f'<div class="both">{"".join(columns)}</div>'
-    )
-
-
-def _counts(votes: Sequence[Vote], chosen: str | None) -> str:
-    counts = Counter(vote.question for vote in votes if vote.chosen == chosen)
-    return ", ".join(f"{counts[name]} for {asked}" for name, asked in ASKED.items())
-
-
-TITLE = "Which text is better?"
-FORM = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; script-src '$hash'; base-uri 'none'; form-action 'none'">
-<title>$title</title>
-<style>
-$css</style>
-</head>
-<body>
-$body
-<script type="application/json" id="study">$data</script>
-<script>$js</script>
-</body>
-</html>
-""")
-
-
-def form_page(study: Study, title: str = TITLE) -> str:
-    """The form of a study."""
-    script = asset("study_form.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return FORM.substitute(
-        hash=f"sha256-{digest}", title=html.escape(title), js=script,
-        css=asset("page.css") + asset("study_form.css"), data=embedded(form_data(study)),
-        body=Template(asset("study_form.html")).substitute(
-            title=html.escape(title), pairs=study.per_rater or len(study.items)
-        ),
-    )  # fmt: skip
 
 
 def form_data(study: Study) -> dict[str, Any]:
-    """What the form knows."""
+    """The study as the form's script reads it, without the methods."""
     return {
-        "kind": ANSWERS,
+        "kind": ANSWERS_KIND,
         "study": study.id,
         "per_rater": study.per_rater or len(study.items),
         "items": [
@@ -234,6 +69,126 @@ def form_data(study: Study) -> dict[str, Any]:
     }
 
 
-def embedded(value: Any) -> str:
-    """JSON within a script element, which no text can end."""
-    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c").replace("&", "\\u0026")
+# ---- the report
+
+
+def write_study_report(study: Study, votes: Sequence[Vote], folder: Path) -> list[Path]:
+    """Write the report and return its files, the page first."""
+    found = preferences(votes)
+    if not found:
+        raise BadStudy("nobody answered a question; there is nothing to count")
+    table = preference_table(found)
+    texts = {
+        "index.html": study_page(study, votes),
+        "preferences.md": as_markdown(table),
+        "preferences.tex": as_latex(table),
+        "preferences.csv": as_csv(all_preferences_table(found)),
+    }
+    return [
+        *write_texts(folder, texts),
+        *write_figure(preferences_figure(found), folder / "preferences"),
+    ]
+
+
+def study_page(study: Study, votes: Sequence[Vote]) -> str:
+    """The page: the preferences as sentences, figure and table, then the rated texts."""
+    found = preferences(votes)
+    decided, left = sum(one.votes for one in found), sum(one.left for one in found)
+    return render(
+        "study.html",
+        title=f"Human evaluation: {', '.join(map(editor_name, study.methods))}",
+        model=study.model,
+        data=DATA.get(study.data, study.data),
+        study_id=study.id,
+        numbers={
+            "raters": len({vote.rater for vote in votes}),
+            "cases": len({vote.case for vote in votes}),
+            "pairs of texts": len(study.items),
+            "answers": len(votes),
+            "preferred text on the left": f"{100 * left / decided:.0f} %" if decided else "–",
+        },
+        sentences=[preference_sentence(one) for one in found],
+        figure=embed_figure(preferences_figure(found), "Votes for each method"),
+        table=preference_table(found),
+        items=[_item_values(item, votes) for item in study.items],
+    )
+
+
+def _item_values(item: Item, votes: Sequence[Vote]) -> dict[str, Any]:
+    """A pair of texts with their methods and votes."""
+    votes = [v for v in votes if v.case == item.case and set(v.pair) == set(item.methods)]
+    return {
+        "statement": item.statement,
+        "case": item.case,
+        "ties": _count(votes, None),
+        "texts": [
+            {"method": editor_name(method), "votes": _count(votes, method), "text": text}
+            for method, text in zip(item.methods, item.texts, strict=True)
+        ],
+    }
+
+
+def _count(votes: Sequence[Vote], chosen: str | None) -> str:
+    counts = Counter(vote.question for vote in votes if vote.chosen == chosen)
+    return ", ".join(f"{counts[question]} for {name}" for question, name in ASKED.items())
+
+
+def preference_sentence(found: Preference) -> str:
+    """A preference in the form in which the paper states it."""
+    first, second = map(_method_name, found.pair)
+    comparative = COMPARATIVES[found.question]
+    if not found.votes:
+        return f"No rater found {first} or {second} {comparative} ({found.ties} ties)."
+    wins, ratio, interval = found.wins, found.ratio, found.ratio_interval
+    if ratio < 1:
+        first, second, wins, ratio = second, first, wins[::-1], _inverse(ratio)
+        interval = Interval(_inverse(interval.high), _inverse(interval.low))
+    often = f"{number(ratio)} times as often as {second}"
+    sentence = (
+        f"{first} was rated {comparative} {'in every vote' if math.isinf(ratio) else often} "
+        f"(95 % confidence interval of the ratio: {span(interval)}): "
+        f"{wins[0]} votes against {wins[1]}, {found.ties} ties."
+    )
+    return sentence[0].upper() + sentence[1:]
+
+
+def _method_name(method: str) -> str:
+    return "the unedited model" if method == UNEDITED else editor_name(method)
+
+
+def _inverse(ratio: float) -> float:
+    return math.inf if ratio == 0 else 1 / ratio
+
+
+def preference_table(found: Sequence[Preference]) -> Table:
+    """A row for each question and pair of methods."""
+    columns = ("question", "A", "B", "votes for A", "votes for B", "ties", "ratio (95 %)",
+               "raters", "cases", "agreement")  # fmt: skip
+    rows = tuple(
+        (
+            ASKED[one.question], *map(editor_name, one.pair), *one.wins, one.ties, ratio_text(one),
+            one.raters, one.cases,
+            "–" if one.agreement is None else f"{100 * one.agreement:.0f} %",
+        )
+        for one in found
+    )  # fmt: skip
+    return Table("Preferences", columns, rows, NOTE)
+
+
+def all_preferences_table(found: Sequence[Preference]) -> Table:
+    """The same with all numbers unrounded, for CSV; infinite ratios are empty."""
+    columns = ("question", "A", "B", "votes for A", "votes for B", "ties", "fraction for A", "low",
+               "high", "ratio", "ratio low", "ratio high", "independent low", "independent high",
+               "effective votes", "chosen on the left", "raters", "cases", "agreement")  # fmt: skip
+    return Table("Preferences", columns, tuple(map(_preference_cells, found)))
+
+
+def _preference_cells(one: Preference) -> tuple[Cell, ...]:
+    ratios = (one.ratio, one.ratio_interval.low, one.ratio_interval.high)
+    return (
+        one.question, *one.pair, *one.wins, one.ties,
+        one.fraction, one.interval.low, one.interval.high,
+        *(None if math.isinf(ratio) else ratio for ratio in ratios),
+        one.independent_interval.low, one.independent_interval.high, one.effective,
+        one.left, one.raters, one.cases, one.agreement,
+    )  # fmt: skip

@@ -1,12 +1,8 @@
-"""The report of a sweep: a table, a figure and a page in one folder, each file whole.
+"""Reports of sweeps: a table, a figure and a page; sweep.json has every number."""
 
-A sweep's points as a table, and as plain values for JSON.
-"""
-
-import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +10,124 @@ from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import METRICS
 from factscope.analysis.sweep import Point, Sweep
 from factscope.errors import BadRecord
-from factscope.io import write_atomic
+from factscope.report.evaluations import FAILED_NOTE, UNMEASURED
 from factscope.report.figures.sweeps import sweep_figure
-from factscope.report.html import figure_html, numbers_html, page, scrollable, settings_html
+from factscope.report.html import embed_figure, render
 from factscope.report.labels import axis_name, setting_name, sweep_title
 from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
-from factscope.report.traces import write_figure
+from factscope.report.write import write_figure, write_texts
 
 __all__ = [
-    "every_point",
+    "all_points_table",
     "sweep_page",
     "sweep_table",
-    "sweep_values",
+    "sweep_to_dict",
     "write_sweep_report",
 ]
 
-SHOWN = ("S", "ES", "PS", "NS", "GE", "RS", "efficacy", "paraphrase", "specificity")
-"""The columns, those of them that were measured."""
-NONE = Estimate(math.nan, math.nan, 0)
+COLUMNS = ("S", "ES", "PS", "NS", "GE", "RS", "efficacy", "paraphrase", "specificity")
+"""Metrics of the table; those that were not measured are left out."""
 NOTE = (
-    "In percent (GE in hundredths of a bit), in parentheses half the width of the 95 % interval. "
-    "Marked: the highest of a column."
+    "Values in percent (GE in hundredths of a bit); in parentheses half the width of the 95 % "
+    "confidence interval. Best: the highest value of a column."
 )
-FAILED = "Cases whose edit failed are counted under failed and are in no mean."
+
+
+def write_sweep_report(sweep: Sweep, folder: Path) -> list[Path]:
+    """Write the report and return its files, the page first."""
+    if not any(point.summary and point.summary.metrics for point in sweep.points):
+        errors = [f"{point.name}: {point.error}" for point in sweep.points if point.error]
+        reasons = f" ({'; '.join(errors[:3])})" if errors else ""
+        raise BadRecord(f"the sweep has no scores yet; there is nothing to report{reasons}")
+    table = sweep_table(sweep)
+    texts = {
+        "index.html": sweep_page(sweep),
+        "table.md": as_markdown(table),
+        "table.tex": as_latex(table),
+        "table.csv": as_csv(all_points_table(sweep)),
+        "sweep.json": json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n",
+    }
+    return [
+        *write_texts(folder, texts),
+        *write_figure(sweep_figure(sweep), folder / "sweep"),
+    ]
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """The page: the figure, the table and the settings."""
+    title = f"Sweep: {sweep_title(sweep)}"
+    summaries = [point.summary for point in sweep.points if point.summary is not None]
+    return render(
+        "overview.html",
+        title=title,
+        numbers={
+            "points": f"{len(summaries)} of {len(sweep.points)}",
+            "cases": max(summary.cases for summary in summaries),
+            "failed points": sum(point.error is not None for point in sweep.points),
+        },
+        figure=embed_figure(sweep_figure(sweep), f"Scores at each point: {title}"),
+        table=sweep_table(sweep),
+        settings=sweep.spec,
+    )
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A row a point, the highest number of each column marked; first the unedited model's."""
-    names = sweep.measured(SHOWN)
+    """The unedited model, then one row per point; the highest value of each column is marked."""
+    names = sweep.measured(COLUMNS)
     rows: list[tuple[Cell, ...]] = []
     if sweep.unedited is not None:
-        plain = [Score(sweep.unedited.metrics.get(name, NONE)) for name in names]
-        head = ("unedited", *("" for _ in list(sweep.grid)[1:]))
-        rows.append((*head, sweep.unedited.cases, None, *plain))
+        scores = [Score(sweep.unedited.metrics.get(name, UNMEASURED)) for name in names]
+        blank = [""] * (len(sweep.grid) - 1)
+        rows.append(("unedited", *blank, sweep.unedited.cases, None, *scores))
     best = {name: _best(sweep, name) for name in names}
-    rows += [_row(sweep, point, names, best) for point in sweep.points]
-    troubles = "".join(f" {p.name}: {p.error}." for p in sweep.points if p.error)
+    for point in sweep.points:
+        where = (setting_name(axis, point.settings[axis]) for axis in sweep.grid)
+        values = {name: point.metric(name) or UNMEASURED for name in names}
+        scores = [
+            Score(value, "best" if value.mean == best[name] else None)
+            for name, value in values.items()
+        ]
+        rows.append((*where, *_counts(point), *scores))
+    errors = "".join(f" {point.name}: {point.error}." for point in sweep.points if point.error)
     failed = any(point.summary and point.summary.failed for point in sweep.points)
     return Table(
         sweep_title(sweep),
         (*map(axis_name, sweep.grid), "cases", "failed", *(f"{name} ↑" for name in names)),
         tuple(rows),
-        note=(f"{NOTE} {FAILED}" if failed else NOTE) + troubles,
+        note=(f"{NOTE} {FAILED_NOTE}" if failed else NOTE) + errors,
         rules=(0,) if sweep.unedited is not None else (),
     )
 
 
-def every_point(sweep: Sweep) -> Table:
-    """All points and metrics, as shares and bits, for CSV."""
+def all_points_table(sweep: Sweep) -> Table:
+    """All points and metrics for CSV, as fractions and bits."""
     names = sweep.measured(("S", *METRICS, "drawdown"))
-    rows: list[tuple[Cell, ...]] = []
-    for point in sweep.points:
-        numbers = [point.metric(name) or NONE for name in names]
-        rows.append((*point.settings.values(), *_counts(point), point.error or "", *numbers))
-    return Table(
-        "Every point", (*sweep.grid, "cases", "failed", "error", *names), tuple(rows)
-    )  # fmt: skip
+    columns = (*sweep.grid, "cases", "failed", "error", *names)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            *point.settings.values(),
+            *_counts(point),
+            point.error or "",
+            *(point.metric(name) or UNMEASURED for name in names),
+        )
+        for point in sweep.points
+    ]
+    return Table("All points", columns, tuple(rows))
 
 
-def sweep_values(sweep: Sweep) -> dict[str, Any]:
-    """The sweep as plain values; what is not known is null."""
-    plain = None if sweep.unedited is None else _metrics(sweep.unedited.metrics)
+def sweep_to_dict(sweep: Sweep) -> dict[str, Any]:
+    """The sweep as JSON values; what is not known is null."""
     return {
         "model": sweep.model,
         "data": sweep.data,
         "method": sweep.method,
         "grid": {axis: list(values) for axis, values in sweep.grid.items()},
-        "unedited": plain,
+        "unedited": None if sweep.unedited is None else _metrics(sweep.unedited.metrics),
         "points": [
             {
                 "settings": dict(point.settings),
-                "cases": _counts(point)[0],
-                "failed": _counts(point)[1],
+                "cases": point.summary.cases if point.summary else None,
+                "failed": point.summary.failed if point.summary else None,
                 "error": point.error,
                 "metrics": _metrics(point.summary.metrics) if point.summary else {},
             }
@@ -94,30 +136,17 @@ def sweep_values(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def _row(
-    sweep: Sweep, point: Point, names: Sequence[str], best: dict[str, float]
-) -> tuple[Cell, ...]:
-    where = (setting_name(axis, point.settings[axis]) for axis in sweep.grid)
-    scores = []
-    for name in names:
-        value = point.metric(name) or NONE
-        scores.append(Score(value, "best" if value.mean == best[name] else None))
-    return (*where, *_counts(point), *scores)
-
-
 def _best(sweep: Sweep, name: str) -> float:
-    """The highest of the points; of one alone there is none."""
+    """The highest value of a metric; NaN if fewer than two points have one."""
     values = [value.mean for point in sweep.points if (value := point.metric(name))]
     return max(values) if len(values) > 1 else math.nan
 
 
 def _counts(point: Point) -> tuple[int | None, int | None]:
-    if point.summary is None:
-        return None, None
-    return point.summary.cases, point.summary.failed
+    return (point.summary.cases, point.summary.failed) if point.summary else (None, None)
 
 
-def _metrics(metrics: Any) -> dict[str, Any]:
+def _metrics(metrics: Mapping[str, Estimate]) -> dict[str, Any]:
     return {
         name: {
             "mean": value.mean,
@@ -126,50 +155,3 @@ def _metrics(metrics: Any) -> dict[str, Any]:
         }
         for name, value in metrics.items()
     }
-
-
-def write_sweep_report(sweep: Sweep, folder: Path) -> list[Path]:
-    """Write the report and return its files, the page first."""
-    if not any(point.summary and point.summary.metrics for point in sweep.points):
-        raise BadRecord(_nothing(sweep))
-    index = folder / "index.html"
-    write_atomic(index, sweep_page(sweep))
-    table = sweep_table(sweep)
-    files = {
-        "table.md": as_markdown(table),
-        "table.tex": as_latex(table),
-        "table.csv": as_csv(every_point(sweep)),
-        "sweep.json": json.dumps(sweep_values(sweep), indent=2, ensure_ascii=False) + "\n",
-    }
-    for name, text in files.items():
-        write_atomic(folder / name, text)
-    return [
-        index,
-        *(folder / name for name in files),
-        *write_figure(sweep_figure(sweep), folder / "sweep"),
-    ]
-
-
-def sweep_page(sweep: Sweep) -> str:
-    """The page: the figure, the table, and how the sweep was made."""
-    title = f"Sweep: {sweep_title(sweep)}"
-    scored = [point for point in sweep.points if point.summary is not None]
-    numbers = {
-        "points": f"{len(scored)} of {len(sweep.points)}",
-        "cases": str(max(point.summary.cases for point in scored if point.summary)),
-        "points without an edit": str(sum(point.error is not None for point in sweep.points)),
-    }
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        numbers_html(numbers),
-        figure_html(sweep_figure(sweep), f"Scores at each point: {title}"),
-        f'<div class="paper">{scrollable(sweep_table(sweep))}</div>',
-        *([settings_html(sweep.spec, "How it was made")] if sweep.spec else []),
-    ]
-    return page(title, body, note="")
-
-
-def _nothing(sweep: Sweep) -> str:
-    errors = [f"{point.name}: {point.error}" for point in sweep.points if point.error]
-    why = f" ({'; '.join(errors[:3])})" if errors else ""
-    return f"the sweep has no scores yet; there is nothing to report{why}"

@@ -1,7 +1,6 @@
-"""Tables of numbers, written once as values and then as Markdown, LaTeX, CSV or HTML."""
+"""Tables of numbers, written once as values and then as Markdown, LaTeX or CSV."""
 
 import csv
-import html
 import io
 import math
 from collections.abc import Mapping
@@ -13,13 +12,11 @@ from factscope.analysis.estimate import Estimate
 from factscope.report.style import KIND_STYLES
 
 __all__ = [
-    "FORMATS",
     "Cell",
     "Marked",
     "Score",
     "Table",
     "as_csv",
-    "as_html",
     "as_latex",
     "as_markdown",
     "cells_table",
@@ -28,8 +25,6 @@ __all__ = [
     "summary_table",
 ]
 
-NUMBER = ' class="number"'
-RULED = ' class="ruled"'
 UNKNOWN = "–"
 
 
@@ -194,27 +189,6 @@ def as_csv(table: Table) -> str:
     return buffer.getvalue()
 
 
-def as_html(table: Table) -> str:
-    """The table in HTML, all text escaped."""
-    heads = "".join(
-        f"<th{'' if is_words(table, i) else NUMBER}>{html.escape(column)}</th>"
-        for i, column in enumerate(table.columns)
-    )
-    rows = "\n".join(
-        f"<tr{RULED if i in table.rules else ''}>{''.join(map(html_cell, row))}</tr>"
-        for i, row in enumerate(table.rows)
-    )
-    note = f'<p class="soft">{html.escape(table.note)}</p>\n' if table.note else ""
-    return (
-        f"<table>\n<caption>{html.escape(table.title)}</caption>\n"
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n{note}"
-    )
-
-
-FORMATS = {"md": as_markdown, "tex": as_latex, "csv": as_csv, "html": as_html}
-"""How a table is written, by the suffix of its file."""
-
-
 def written(cell: Cell) -> str:
     """A cell as it is read."""
     if cell is None:
@@ -240,14 +214,6 @@ def is_estimated(table: Table, column: int) -> bool:
 def is_words(table: Table, column: int) -> bool:
     """Whether a column holds words rather than numbers."""
     return any(isinstance(row[column], str) for row in table.rows)
-
-
-def html_cell(cell: Cell) -> str:
-    """One cell, numbers to the right."""
-    kind = "" if isinstance(cell, str) else NUMBER
-    if mark := mark_of(cell):
-        kind = f' class="number {mark}"'
-    return f"<td{kind}>{html.escape(written(cell))}</td>"
 
 
 def markdown_cell(cell: Cell) -> str:

@@ -1,45 +1,54 @@
-"""A run's report: figures, tables and a page in one folder, each file whole or not there."""
+"""Reports of causal traces: the page of one fact, and the page, figures and tables of a run."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.image import imsave
 
 from factscope.analysis.effects import (
     AverageEffects,
     Pooling,
     average_kinds,
+    baseline,
+    cell_table,
+    early_site,
     has_severed,
+    kinds_of,
+    late_site,
     severed_comparison,
 )
 from factscope.errors import BadRecord
-from factscope.io import write_atomic
-from factscope.records import TraceRecord
+from factscope.records import KINDS, TraceRecord
 from factscope.report.figures import (
     average_heatmaps,
     average_lines,
-    save_figure,
+    gradients_figure,
+    severed_detail,
     severed_figure,
     traces_figure,
 )
-from factscope.report.html import run_page
+from factscope.report.html import embed_figure, image_uri, render
+from factscope.report.style import KIND_STYLES, display_token, layer_ticks, token_labels
 from factscope.report.tables import (
-    FORMATS,
-    Table,
     as_csv,
     cells_table,
     effects_table,
     severed_table,
     summary_table,
 )
+from factscope.report.write import write_figure, write_table, write_texts
 
-__all__ = ["write_report"]
+__all__ = ["trace_page", "trace_run_page", "trace_values", "write_trace_report"]
 
-FIGURES = ("png", "pdf")
-TABLES = ("md", "tex", "csv")
+UNMEASURED = "#e1e1e4"
+"""Colour of heat map cells without a measurement."""
 
 
-def write_report(
+def write_trace_report(
     records: Iterable[TraceRecord],
     folder: Path,
     *,
@@ -48,70 +57,188 @@ def write_report(
     paper_roles: bool = False,
     single: int = 10,
 ) -> list[Path]:
-    """Write the report and return its files, the page first.
+    """Write the report of a run and return its files, the page first.
 
-    The first `single` traced facts get a figure of their own; the page lists more of them.
+    The first `single` traced facts get a figure each; the page lists more of them. effects.csv
+    holds every number of the figures of average effects.
     """
-    everyone = list(records)
-    if not everyone:
+    records = list(records)
+    if not records:
         raise BadRecord("there are no records to report on; trace some facts first")
-    averages = average_kinds(everyone, pooling=pooling, paper_roles=paper_roles)
-    index = folder / "index.html"
-    write_atomic(index, run_page(title, everyone, pooling=pooling, paper_roles=paper_roles))
-    return [
-        index,
-        *write_averages(averages, folder),
-        *write_severed(everyone, folder),
-        *write_traces([r for r in everyone if r.restored][:single], folder / "facts"),
-    ]
+    averages = average_kinds(records, pooling=pooling, paper_roles=paper_roles)
+    page = trace_run_page(title, records, pooling=pooling, paper_roles=paper_roles)
+    files = write_texts(folder, {"index.html": page})
+    if averages:
+        files += write_figure(average_heatmaps(averages), folder / "average_heatmaps")
+        files += write_figure(average_lines(averages), folder / "average_lines")
+        files += write_table(summary_table(averages), folder / "summary")
+        files += write_table(effects_table(averages), folder / "peaks")
+        files += write_texts(folder, {"effects.csv": as_csv(cells_table(averages))})
+    if has_severed(records):
+        comparison = severed_comparison(records)
+        files += write_figure(severed_figure(comparison), folder / "severed")
+        files += write_table(severed_table(comparison), folder / "severed")
+    traced = [record for record in records if record.restored]
+    for i, record in enumerate(traced[:single]):
+        files += write_figure(traces_figure(record), folder / "facts" / f"{i:04d}")
+    return files
 
 
-def write_averages(averages: Mapping[str, AverageEffects], folder: Path) -> list[Path]:
-    """The average effects, where there are any; effects.csv holds every number of the figures."""
+def trace_page(record: TraceRecord) -> str:
+    """The page of one fact: probabilities, a heat map for each kind of restoration, settings."""
+    return render(
+        "trace.html", title=f"Trace: {record.fact.text}", trace=trace_values(record)
+    )  # fmt: skip
+
+
+def trace_values(record: TraceRecord) -> dict[str, Any]:
+    """What trace_body.html displays."""
+    severed = record.severed and "states" in record.restored
+    gradients = any(kind in record.gradients for kind in KINDS)
+    return {
+        "record": record,
+        "numbers": {
+            "answer": display_token(record.answer),
+            "clean run": _percent(record.clean),
+            "corrupted run": _percent(record.corrupted),
+            "total effect": _percent(record.total_effect),
+            "noise samples": len(record.corrupted_samples),
+        },
+        "heatmaps": heatmaps(record),
+        "severed": embed_figure(severed_detail(record), "Severed graphs") if severed else None,
+        "gradients": (
+            embed_figure(gradients_figure(record), "Integrated gradients") if gradients else None
+        ),
+    }
+
+
+def trace_run_page(
+    title: str,
+    records: Iterable[TraceRecord],
+    *,
+    pooling: Pooling = "facts",
+    paper_roles: bool = False,
+    limit: int = 50,
+) -> str:
+    """The page of a run: average effects, then at most `limit` individual facts."""
+    records = list(records)
+    averages = average_kinds(records, pooling=pooling, paper_roles=paper_roles)
+    traced_first = sorted(records, key=lambda record: not record.restored)
+    severed = severed_figure(severed_comparison(records)) if has_severed(records) else None
+    return render(
+        "trace_run.html",
+        title=title,
+        models=", ".join(dict.fromkeys(record.model for record in records)),
+        numbers=_run_numbers(records, averages),
+        averages=_average_values(averages),
+        severed=severed and embed_figure(severed, "Severed graphs"),
+        facts=[
+            {
+                "record": record,
+                "probabilities": f"{_percent(record.clean)} → {_percent(record.corrupted)}",
+                "heatmaps": heatmaps(record),
+            }
+            for record in traced_first[:limit]
+        ],
+        omitted=max(0, len(records) - limit),
+        settings=records[0].settings if records else {},
+    )
+
+
+def _run_numbers(
+    records: Sequence[TraceRecord], averages: Mapping[str, AverageEffects]
+) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    if averages:
+        first = next(iter(averages.values()))
+        numbers = {
+            "average total effect": first.total.percent,
+            "clean run": first.clean.percent,
+            "corrupted run": first.corrupted.percent,
+            "facts averaged": first.facts,
+        }
+    return {**numbers, "facts skipped (not known)": sum(not record.known for record in records)}
+
+
+def _average_values(averages: Mapping[str, AverageEffects]) -> dict[str, Any] | None:
     if not averages:
-        return []
-    every_cell = folder / "effects.csv"
-    write_atomic(every_cell, as_csv(cells_table(averages)))
-    return [
-        *write_figure(average_heatmaps(averages), folder / "average_heatmaps"),
-        *write_figure(average_lines(averages), folder / "average_lines"),
-        *write_table(summary_table(averages), folder / "summary"),
-        *write_table(effects_table(averages), folder / "peaks"),
-        every_cell,
-    ]
+        return None
+    return {
+        "sentences": [peak_sentence(kind, effects) for kind, effects in averages.items()],
+        "figures": [
+            embed_figure(
+                average_heatmaps(averages), "Average indirect effects by token role and layer"
+            ),
+            embed_figure(
+                average_lines(averages),
+                "Average indirect effects by layer, with 95 % confidence intervals",
+            ),
+        ],
+        "tables": [summary_table(averages), effects_table(averages)],
+    }
 
 
-def write_severed(records: Sequence[TraceRecord], folder: Path) -> list[Path]:
-    """The comparison of severed graphs, where there is one."""
-    if not has_severed(records):
-        return []
-    comparison = severed_comparison(records)
-    return [
-        *write_figure(severed_figure(comparison), folder / "severed"),
-        *write_table(severed_table(comparison), folder / "severed"),
-    ]
+def peak_sentence(kind: str, effects: AverageEffects) -> str:
+    """Where the average effect peaks at the last subject token and at the last token."""
+    peaks = []
+    if effects.measured("last subject token"):
+        early = early_site(effects)
+        above = "clearly" if early.stands_out else "not clearly"
+        peaks.append(
+            f"the effect at the last subject token peaks in layer {early.layer} "
+            f"({early.effect.percent}), {above} above the effect at the surrounding tokens"
+        )
+    if effects.measured("last token"):
+        late = late_site(effects)
+        peaks.append(
+            f"the effect at the last token peaks in layer {late.layer} ({late.effect.percent})"
+        )
+    name = KIND_STYLES[kind].name
+    return f"{name[0].upper()}{name[1:]}: {'; '.join(peaks) or 'no effect was measured'}."
 
 
-def write_traces(records: Sequence[TraceRecord], folder: Path) -> list[Path]:
-    """Single facts, a figure each."""
-    return [
-        path
-        for number, record in enumerate(records)
-        for path in write_figure(traces_figure(record), folder / f"{number:04d}")
-    ]
+def heatmaps(record: TraceRecord) -> list[dict[str, Any]]:
+    """The heat maps of a trace, one for each kind of restoration, for the macro `heatmap`."""
+    return [_heatmap(record, kind) for kind in kinds_of([record])]
 
 
-def write_figure(fig: Figure, stem: Path) -> list[Path]:
-    """A figure in each of its formats."""
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in FIGURES]
-    for path in paths:
-        save_figure(fig, path)
-    return paths
+def _heatmap(record: TraceRecord, kind: str) -> dict[str, Any]:
+    cells, tokens = cell_table(record, kind), token_labels(record)
+    layers = cells.shape[1]
+    ticks = layer_ticks(layers)[:: 1 if layers <= 12 else 2]
+    if np.isnan(cells).all():
+        caption = "no cell was measured"
+    else:
+        token, layer = np.unravel_index(np.nanargmax(cells), cells.shape)
+        caption = (
+            f"p({display_token(record.answer)}) is highest at {tokens[token]}, layer {layer}: "
+            f"{100 * cells[token, layer]:.1f}\u00a0%"
+        )
+    return {
+        "title": f"Impact of restoring {KIND_STYLES[kind].what}",
+        "tokens": tokens,
+        "image": image_uri(_heatmap_png(record, kind)),
+        # Each layer's number is centred below its column; positions are percentages of the width.
+        "ticks": [(layer, 100 * (layer + 0.5) / layers) for layer in ticks],
+        "caption": caption,
+        "data": {
+            "tokens": tokens,
+            "corrupted": round(baseline(record, kind), 5),
+            "scores": [[None if np.isnan(x) else round(float(x), 5) for x in row] for row in cells],
+        },
+    }
 
 
-def write_table(table: Table, stem: Path) -> list[Path]:
-    """A table in each of its formats."""
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in TABLES]
-    for path, kind in zip(paths, TABLES, strict=True):
-        write_atomic(path, FORMATS[kind](table))
-    return paths
+def _heatmap_png(record: TraceRecord, kind: str) -> bytes:
+    """A PNG with one pixel per cell; colours range from the corrupted score to the highest one."""
+    cells, low = cell_table(record, kind), baseline(record, kind)
+    high = np.max(cells, initial=low + 1e-3, where=~np.isnan(cells))
+    shades = np.ma.masked_invalid(np.clip((cells - low) / (high - low), 0, 1))
+    colors = colormaps[KIND_STYLES[kind].colormap].with_extremes(bad=UNMEASURED)
+    buffer = io.BytesIO()
+    imsave(buffer, colors(shades, bytes=True), format="png")
+    return buffer.getvalue()
+
+
+def _percent(probability: float) -> str:
+    return f"{100 * probability:.1f} %"

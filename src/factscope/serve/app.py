@@ -17,9 +17,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from factscope.data.readers import everyday
+from factscope.data.readers import everyday_facts
 from factscope.editing.defaults import rome_defaults
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
+from factscope.report.html import asset
 from factscope.report.style import KIND_STYLES
 from factscope.serve.responses import error_message, error_status, shown
 from factscope.serve.routes_edit import edit_routes
@@ -27,7 +28,7 @@ from factscope.serve.routes_runs import compare_routes
 from factscope.serve.routes_trace import locate_routes
 from factscope.serve.security import SecurityMiddleware
 from factscope.serve.sessions import ServerState
-from factscope.stats.second_moment import layers_with_moments
+from factscope.stats.second_moment import layers_with_second_moments
 
 __all__ = [
     "LOCAL",
@@ -79,8 +80,8 @@ def about(served: ServerState) -> dict[str, Any]:
         "model": lm.name,
         "layers": lm.n_layers,
         "layer": default.layer,
-        "why": default.why,
-        "layers_known": layers_with_moments(lm),
+        "why": default.source,
+        "layers_known": layers_with_second_moments(lm),
         "limits": asdict(served.limits),
         "looks": {
             kind: {"name": look.name, "what": look.what, "shades": look.shades, "line": look.line}
@@ -94,8 +95,8 @@ def about(served: ServerState) -> dict[str, Any]:
 
 def examples() -> list[dict[str, str]]:
     """A well-known fact of each relation, to begin with."""
-    first = {fact.relation: fact for fact in reversed(everyday())}
-    chosen = [fact for fact in everyday() if first[fact.relation] is fact]
+    first = {fact.relation: fact for fact in reversed(everyday_facts())}
+    chosen = [fact for fact in everyday_facts() if first[fact.relation] is fact]
     return [{"prompt": fact.text, "subject": fact.subject} for fact in chosen[:EXAMPLES]]
 
 
@@ -131,7 +132,7 @@ def static_files() -> dict[str, bytes]:
     """The page's files; its style begins with that of the written reports."""
     folder = resources.files("factscope.serve").joinpath("static")
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    files["page.css"] = resources.files("factscope.report").joinpath("page.css").read_bytes()
+    files["page.css"] = asset("page.css").encode()
     return files
 
 

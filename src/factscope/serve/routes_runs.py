@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Query, Response
 
 from factscope.analysis.effects import average_kinds
-from factscope.analysis.metrics import Summary, merge_runs, summaries
+from factscope.analysis.metrics import Summary, merge_runs, summarize
 from factscope.errors import BadRecord, BadSetting, FactscopeError, NotFound
 from factscope.records import CaseRecord, TraceRecord
-from factscope.report.evaluations import blocks, evaluation_tables
+from factscope.report.evaluations import by_model_and_data, evaluation_tables
 from factscope.report.figures import (
     average_heatmaps,
     average_lines,
@@ -24,8 +24,8 @@ from factscope.report.figures import (
     scores_figure,
     sweep_figure,
 )
-from factscope.report.html import clean
-from factscope.report.samples import samples_of, shared_opening
+from factscope.report.html import printable
+from factscope.report.samples import Samples, collect_samples
 from factscope.report.style import figure_bytes
 from factscope.report.sweeps import sweep_table
 from factscope.report.tables import (
@@ -142,7 +142,7 @@ class RunLibrary:
         """The rows of several evaluations, summed up once as long as their records do not change:
         over thousands of texts that takes seconds."""
         stamps = tuple(run.stamp for run in self.find(names, "evaluate"))
-        return _kept(self._summed, stamps, lambda: summaries(self.cases(names)))
+        return _kept(self._summed, stamps, lambda: summarize(self.cases(names)))
 
     def traces(self, name: str) -> list[TraceRecord]:
         """The traces of one run."""
@@ -190,12 +190,17 @@ def compare_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
     def cases(run: Names) -> dict[str, Any]:
         """The cases whose texts can be read."""
         with lock:
-            found = samples_of(runs.cases(run), count=10_000)
+            found = collect_samples(runs.cases(run), count=10_000)
         return {
             "cases": [
-                {"id": s.fact.id, "text": clean(s.fact.text), "true": s.true, "new": s.fact.target}
-                for s in found
-                if s.fact.id is not None
+                {
+                    "id": sample.fact.id,
+                    "text": printable(sample.fact.text),
+                    "true": sample.true,
+                    "new": sample.fact.target,
+                }
+                for sample in found
+                if sample.fact.id is not None
             ]
         }
 
@@ -203,7 +208,7 @@ def compare_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
     def samples(run: Names, case: Annotated[str, Query(max_length=200)]) -> dict[str, Any]:
         """What each method makes the model write about a case."""
         with lock:
-            found = samples_of(runs.cases(run), [case])
+            found = collect_samples(runs.cases(run), [case])
         return {"samples": [side_by_side(one) for one in found]}
 
     return routes
@@ -214,7 +219,7 @@ def described(run: RunEntry) -> dict[str, Any]:
     try:
         spec = run.folder.spec()
     except (FactscopeError, OSError) as error:
-        return {"name": run.name, "error": clean(str(error))}
+        return {"name": run.name, "error": printable(str(error))}
     said = {name: spec.get(name) for name in ("model", "method", "data", "protocol", "limit")}
     return {"name": run.name, "command": run.folder.command, **said, "size": run.stamp[2]}
 
@@ -224,7 +229,7 @@ def tables_of(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
     command = runs.find(names, "trace", "evaluate", "sweep")[0].folder.command
     if command == "evaluate":
         rows = runs.summaries(names)
-        figures = [f"scores-{i}" for i in range(len(blocks(rows)))]
+        figures = [f"scores-{i}" for i in range(len(by_model_and_data(rows)))]
         return {
             "command": command,
             "tables": [plain(table) for table in evaluation_tables(rows)],
@@ -244,7 +249,7 @@ def drawn(runs: RunLibrary, names: Sequence[str], which: str) -> bytes:
     """A figure by its name."""
     kind, _, number = which.partition("-")
     if kind == "scores" and number.isdigit() and len(number) < 4:
-        rows = blocks(runs.summaries(names))
+        rows = by_model_and_data(runs.summaries(names))
         if int(number) < len(rows):
             return figure_bytes(scores_figure(rows[int(number)]), "svg")
     if which == "spread":
@@ -273,20 +278,16 @@ def plain(table: Table) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    return {"text": clean(written(cell)), "mark": mark_of(cell)}
+    return {"text": printable(written(cell)), "mark": mark_of(cell)}
 
 
-def side_by_side(samples: Any) -> dict[str, Any]:
-    """A case's texts as pieces, each with its mark."""
-    rows = []
-    for row in samples.rows():
-        opening = shared_opening(list(row.values()))
-        rows.append({name: samples.pieces(text, opening) for name, text in row.items()})
+def side_by_side(samples: Samples) -> dict[str, Any]:
+    """The texts of a case in segments, each with its highlighting."""
     return {
         "text": samples.fact.text,
         "subject": samples.fact.subject_span,
         "true": samples.true,
         "new": samples.fact.target,
         "model": samples.model,
-        "rows": rows,
+        "rows": samples.highlighted_rows(),
     }

@@ -12,8 +12,8 @@ from factscope.facts import Fact
 from factscope.lm.tokens import encode_fact
 from factscope.records import TraceRecord
 from factscope.report.figures import gradients_figure, severed_detail, traces_figure
-from factscope.report.html import trace_page
 from factscope.report.style import FIGURE_FORMATS, display_token, figure_bytes, token_labels
+from factscope.report.traces import trace_page
 from factscope.serve.jobs import Job
 from factscope.serve.responses import MEDIA, attached
 from factscope.serve.schemas import LocateBody

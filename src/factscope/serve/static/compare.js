@@ -57,7 +57,7 @@ async function show() {
     const browser = el("section", { className: "card", hidden: true });
     fill($("compared"),
       tables.map((table) => el("section", { className: "card paper" }, tableOf(table))),
-      figures.map((figure) => plate(figure, asked)),
+      figures.map((figure) => figureOf(figure, asked)),
       browser);
     if (command === "evaluate") await browse(browser, asked);
   } catch (error) {
@@ -67,18 +67,18 @@ async function show() {
 }
 
 // A figure over thousands of texts takes a while to draw.
-function plate(figure, asked) {
+function figureOf(figure, asked) {
   const wait = el("p", { className: "soft" }, "drawing…");
   const image = el("img", {
     alt: `figure: ${figure}`, src: `/api/figure/${figure}?${asked}`,
     onload: () => wait.remove(), onerror: () => image.parentNode.remove(),
   });
-  return el("div", { className: "plate" }, wait, image);
+  return el("div", { className: "figure" }, wait, image);
 }
 
 function tableOf({ title, columns, rows, rules, note }) {
   const number = (i) => (columns[i].words ? "" : "number");
-  return el("div", { className: "scroll" }, el("table", {}, el("caption", {}, title),
+  return el("div", { className: "scrollable" }, el("table", {}, el("caption", {}, title),
     el("thead", {}, el("tr", {}, columns.map((column, i) => el("th", { className: number(i), scope: "col" }, column.name)))),
     el("tbody", {}, rows.map((cells, r) => el("tr", { className: rules.includes(r) ? "ruled" : "" },
       cells.map(({ text, mark }, i) => el("td", { className: `${number(i)} ${mark ?? ""}` }, text)))))),
@@ -109,7 +109,7 @@ async function browse(node, asked) {
   await open(list.value);
 }
 
-const MARKS = { new: "", true: "was", like: "like" };
+const MARKS = { new: "", true: "was", reference: "reference" };
 
 function pieces(list) {
   return list.map(([text, kind]) => (kind in MARKS ? el("mark", { className: MARKS[kind] }, visible(text))

@@ -193,7 +193,7 @@ function track(scores, name) {
 }
 
 function rails(edit) {
-  return el("div", { className: "scroll" }, el("table", {}, el("tbody", {},
+  return el("div", { className: "scrollable" }, el("table", {}, el("tbody", {},
     edit.rails.map((rail) => el("tr", {}, el("td", {}, rail.name), el("td", {}, rail.value), el("td", {}, rail.limit),
       el("td", { className: rail.kept ? "" : "failure" }, rail.kept ? "kept" : "broken"))))),
     edit.changed_weights.map((place) => el("p", { className: "soft small" }, place)));

@@ -1,11 +1,11 @@
-// Pairs of passages one by one, in an order and on sides drawn anew for every person.
-// Answers say which text of the form was meant, not on which side it stood.
+// Displays pairs of passages one by one; order and sides are drawn at random for every rater.
+// Answers refer to a text by its index in the study's data, not by the side it was displayed on.
 "use strict";
 const study = JSON.parse(document.getElementById("study").textContent);
 const items = new Map(study.items.map((item) => [item.id, item]));
 const QUESTIONS = ["consistent", "fluent"];
 const CHOICES = [["left", "A"], ["same", "No difference"], ["right", "B"]];
-const STORE = `factscope-study-${study.study}`;
+const STORAGE_KEY = `factscope-study-${study.study}`;
 const $ = (id) => document.getElementById(id);
 let state = restored() || fresh();
 
@@ -22,24 +22,24 @@ function fresh() {
 
 function restored() {
   try {
-    const kept = JSON.parse(localStorage.getItem(STORE));
-    const whole = kept && kept.order.length && kept.order.every((id) => items.has(id) && id in kept.left);
-    return whole ? kept : null;
+    const saved = JSON.parse(localStorage.getItem(STORAGE_KEY));
+    const valid = saved && saved.order.length && saved.order.every((id) => items.has(id) && id in saved.left);
+    return valid ? saved : null;
   } catch {
     return null;
   }
 }
 
-function keep() {
+function save() {
   try {
-    localStorage.setItem(STORE, JSON.stringify(state));
+    localStorage.setItem(STORAGE_KEY, JSON.stringify(state));
   } catch {
-    $("trouble").textContent = "This browser does not keep your answers: download them before you close the page.";
+    $("trouble").textContent = "This browser does not store your answers: download them before you close the page.";
     $("trouble").hidden = false;
   }
 }
 
-// One of an item's two texts, by the side that it stands on, and back.
+// Convert between the side on which a text is displayed and the index of the text.
 const textOf = (id, side) => (side === "same" ? "same" : side === "left" ? state.left[id] : 1 - state.left[id]);
 const sideOf = (id, text) => (text === "same" ? "same" : text === state.left[id] ? "left" : "right");
 
@@ -54,7 +54,7 @@ function answersFile() {
 
 function show(view, focus = true) {
   state.view = view;
-  keep();
+  save();
   for (const name of ["intro", "pair", "end"]) $(name).hidden = name !== view;
   if (view === "pair") showPair();
   if (view === "end") showEnd();
@@ -87,7 +87,7 @@ function showEnd() {
 function choose(name, side) {
   const id = state.order[state.at];
   state.answers[id] = { ...state.answers[id], [name]: textOf(id, side) };
-  keep();
+  save();
   showPair();
 }
 
@@ -119,13 +119,13 @@ function press(event) {
 }
 
 QUESTIONS.forEach((name, q) =>
-  CHOICES.forEach(([side, words], c) => {
+  CHOICES.forEach(([side, text], c) => {
     const label = document.createElement("label");
     const radio = Object.assign(document.createElement("input"), { type: "radio", name, value: side });
-    const shown = document.createElement("span");
+    const caption = document.createElement("span");
     const key = Object.assign(document.createElement("kbd"), { textContent: String(3 * q + c + 1) });
-    shown.append(words, " ", key);
-    label.append(radio, shown);
+    caption.append(text, " ", key);
+    label.append(radio, caption);
     radio.addEventListener("change", () => choose(name, side));
     $(name).append(label);
   }),

@@ -1,4 +1,4 @@
-// A cell of a heat map tells its token, layer and probability: by pointer, tap or arrow keys.
+// Heat maps: display the token, layer and probability of the cell under the pointer or the arrow keys.
 for (const heat of document.querySelectorAll(".heat")) {
   const { tokens, scores, corrupted } = JSON.parse(heat.querySelector("script").textContent);
   const cells = heat.querySelector(".cells");
@@ -15,9 +15,9 @@ for (const heat of document.querySelectorAll(".heat")) {
   function show() {
     const score = scores[row][column];
     const effect = score === null ? 0 : score - corrupted;
-    const said = score === null ? "not measured"
+    const value = score === null ? "not measured"
       : `p = ${percent(score)}, effect ${effect < 0 ? "−" : "+"}${percent(Math.abs(effect))}`;
-    output.textContent = `${tokens[row]} · layer ${column} · ${said}`;
+    output.textContent = `${tokens[row]} · layer ${column} · ${value}`;
     mark.hidden = false;
     mark.style.left = `${(100 * column) / columns}%`;
     mark.style.top = `${(100 * row) / rows}%`;

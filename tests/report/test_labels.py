@@ -1,0 +1,24 @@
+"""Labels that the terminal, figures and pages share."""
+
+from factscope.report.labels import check_rows, old_name, percent
+
+from edit_records import CHECKS, record, scores
+
+
+def test_percent() -> None:
+    assert [percent(p) for p in (0.0, 1e-5, 0.0006, 0.5, 1.0)] == [
+        "0.0%", "<0.1%", "0.1%", "50.0%", "100.0%",
+    ]  # fmt: skip
+
+
+def test_old_object_is_named_if_all_prompts_share_it() -> None:
+    assert old_name(record().prompts) == "Paris"
+    assert old_name([*record().prompts, scores("neighbour", "x", old="Oslo")]) == "old"
+    assert old_name([scores("prompt", "x", old=None)]) == "old"
+
+
+def test_failed_edit_checks_are_reported() -> None:
+    assert all(rail.kept for rail in check_rows(CHECKS))
+    broken = CHECKS | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
+    assert [rail.kept for rail in check_rows(broken)] == [False, False, False]
+    assert len(list(check_rows(CHECKS | {"division_factor": None}))) == 2
