@@ -260,27 +260,21 @@ def as_version_1(header: Header, tensors: Tensors) -> None:
     """The header as version 1 had it: `health` for `checks`, and older names of settings."""
     header["format"] = f"{FORMAT} 1"
     header["health"] = header.pop("checks")
-    header["settings"] = json.dumps(
-        {"bound": 0.1, "at_once": None, "search": {"rate": 0.5, "essence_at": "end"}}
-    )
+    header["settings"] = json.dumps({"search": {"rate": 0.5}})
 
 
 def test_a_version_1_file_is_read(edit: Edit, path: Path) -> None:
     rewrite(path, as_version_1)
-    search = {"lr": 0.5, "kl_position": "end"}
-    current = {"max_change": 0.1, "facts_per_pass": None, "search": search}
-    assert_same_edit(Edit.load(path), replace(edit, settings=current))
+    assert_same_edit(Edit.load(path), replace(edit, settings={"search": {"rate": 0.5}}))
 
 
-def test_the_parts_of_a_version_1_sum_are_read(edit: Edit, path: Path) -> None:
-    def a_sum(header: Header, tensors: Tensors) -> None:
+def test_a_version_1_file_without_checks_is_read(edit: Edit, path: Path) -> None:
+    def unchecked(header: Header, tensors: Tensors) -> None:
         as_version_1(header, tensors)
         del header["health"]
-        header["settings"] = json.dumps({"parts": [{"method": "ft", "rate": 0.1}], "scale": 2.0})
 
-    rewrite(path, a_sum)
-    current = {"parts": [{"method": "ft", "lr": 0.1}], "scale": 2.0}
-    assert_same_edit(Edit.load(path), replace(edit, settings=current, checks=None))
+    rewrite(path, unchecked)
+    assert Edit.load(path).checks is None
 
 
 @pytest.mark.parametrize("key", ["settings", "facts"])

@@ -1,4 +1,4 @@
-"""Edits for other tools: peft and transformers read them and say the same as the edited model."""
+"""Exports: peft and transformers load them and compute what the edited model computes."""
 
 import json
 import warnings
@@ -45,7 +45,7 @@ UNSAFE = EditChecks(
 
 
 def weights_edit(lm: LM) -> Edit:
-    """Several layers and ranks, dense and thin, the MLP and what attention reads."""
+    """Several layers and ranks, dense and low rank, MLP outputs and attention inputs."""
     return edit_of(
         lm,
         {
@@ -60,7 +60,7 @@ def weights_edit(lm: LM) -> Edit:
 
 @torch.no_grad()
 def peft_logits(lm: LM, folder: Path, *, merge: bool = False) -> Tensor:
-    """What peft makes of the adapter, on a model of its own; any remark of peft's is an error."""
+    """The logits of a fresh model with the adapter; a warning of peft is an error."""
     base = tiny_model(lm.name.removeprefix("tiny ")).to(lm.dtype)
     model: Any = peft.PeftModel.from_pretrained(base, str(folder))
     model.eval()
@@ -97,7 +97,7 @@ def llama() -> LM:
 # ---- peft
 
 
-def test_peft_says_the_same(lm: LM, tmp_path: Path) -> None:
+def test_peft_computes_the_same_logits(lm: LM, tmp_path: Path) -> None:
     edit, before = weights_edit(lm), state_of(lm)
     export_peft(edit, lm, tmp_path / "adapter")
     assert_same(state_of(lm), before)
@@ -107,7 +107,7 @@ def test_peft_says_the_same(lm: LM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", BIASED)
-def test_peft_has_the_biases(family: str, tmp_path: Path) -> None:
+def test_adapters_with_biases(family: str, tmp_path: Path) -> None:
     lm = tiny(family)
     both, bias = mlp(lm, 0, "bias"), mlp(lm, 1, "bias")
     changes: dict[str, Change] = {
@@ -123,8 +123,8 @@ def test_peft_has_the_biases(family: str, tmp_path: Path) -> None:
     assert_close(peft_logits(lm, tmp_path / "adapter", merge=True), wanted)
 
 
-def test_a_bias_beside_a_layer_without_one(tmp_path: Path) -> None:
-    """Qwen 2 has biases in its attention only; peft remarks that it cannot merge, and is right."""
+def test_a_bias_change_next_to_a_layer_without_bias(tmp_path: Path) -> None:
+    """Qwen 2 has biases in its attention only; peft rightly warns that it cannot merge."""
     lm = tiny("qwen2")
     bias = attention(lm, 1)[0].replace("weight", "bias")
     edit = edit_of(lm, {bias: dense(lm, bias), mlp(lm, 1): low_rank(lm, mlp(lm, 1), 2)})
@@ -134,7 +134,7 @@ def test_a_bias_beside_a_layer_without_one(tmp_path: Path) -> None:
     assert_close(found, applied_logits(lm, [edit]))
 
 
-def test_only_the_edited_layers_are_touched(lm: LM, tmp_path: Path) -> None:
+def test_only_edited_layers_get_adapters(lm: LM, tmp_path: Path) -> None:
     edit = edit_of(lm, {mlp(lm, 1): low_rank(lm, mlp(lm, 1), 2)})
     export_peft(edit, lm, tmp_path / "adapter")
     base = tiny_model(lm.name.removeprefix("tiny "))
@@ -143,14 +143,14 @@ def test_only_the_edited_layers_are_touched(lm: LM, tmp_path: Path) -> None:
     assert touched == {f"base_model.model.{lm.name_of(lm.mlp_out(1))}"}
 
 
-def test_layer_1_is_not_layer_11(tmp_path: Path) -> None:
-    """Twelve layers, and so many targets that peft looks for shorter names for them."""
+def test_full_module_names_match_no_other_layer(tmp_path: Path) -> None:
+    """With many targets peft looks for shorter module names, which could match other layers."""
     import transformers
 
     config = transformers.AutoConfig.for_model(
         "gpt2", vocab_size=100, n_embd=8, n_layer=12, n_head=2, n_positions=16
     )
-    torch.manual_seed(1)  # some draws of so small a model amplify rounding a hundredfold
+    torch.manual_seed(1)  # with some seeds so small a model amplifies rounding errors a hundredfold
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     twin = AutoModelForCausalLM.from_config(config).eval()
     twin.load_state_dict(model.state_dict())
@@ -173,7 +173,7 @@ def test_layer_1_is_not_layer_11(tmp_path: Path) -> None:
     ("family", "bias"),
     [("gpt2", False), ("gpt2", True), ("llama", False), ("bloom", False), ("bloom", True)],
 )
-def test_the_files_are_what_peft_itself_writes(family: str, bias: bool, tmp_path: Path) -> None:
+def test_the_files_match_those_that_peft_writes(family: str, bias: bool, tmp_path: Path) -> None:
     lm = tiny(family)
     first, second = mlp(lm, 0), mlp(lm, 2)
     changes: dict[str, Change] = {
@@ -196,7 +196,7 @@ def test_the_files_are_what_peft_itself_writes(family: str, bias: bool, tmp_path
     )
     theirs = peft.get_peft_model(tiny_model(family), config)
     with warnings.catch_warnings():
-        # peft takes its own bias for a piece of a matrix.
+        # peft mistakes its own bias for a shard of a matrix.
         warnings.filterwarnings("ignore", message=".*have invalid shape", category=UserWarning)
         theirs.save_pretrained(str(tmp_path / "theirs"))
     ours, wanted = (
@@ -213,7 +213,7 @@ def test_the_files_are_what_peft_itself_writes(family: str, bias: bool, tmp_path
 FILE = "adapter_model.safetensors"
 
 
-def test_a_dense_change_the_thin_way_round(llama: LM, tmp_path: Path) -> None:
+def test_a_dense_change_is_factored_along_its_shorter_side(llama: LM, tmp_path: Path) -> None:
     wide, tall = mlp(llama, 0), "model.layers.1.mlp.up_proj.weight"  # (32, 64) and (64, 32)
     changes: dict[str, Change] = {name: dense(llama, name) for name in (wide, tall)}
     edit = edit_of(llama, changes)
@@ -229,7 +229,7 @@ def test_a_dense_change_the_thin_way_round(llama: LM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "low rank"])
-def test_a_given_rank_keeps_the_largest_directions(llama: LM, kind: str, tmp_path: Path) -> None:
+def test_rank_keeps_the_largest_singular_values(llama: LM, kind: str, tmp_path: Path) -> None:
     name = mlp(llama, 0)
     U, V = (torch.linalg.qr(torch.randn(n, 3))[0] for n in (32, 64))
     sizes = torch.tensor([5.0, 2.0, 1.0])
@@ -249,7 +249,7 @@ def test_a_rank_larger_than_the_edit_changes_nothing(llama: LM, tmp_path: Path) 
     edit = weights_edit(llama)
     export_peft(edit, llama, tmp_path / "adapter", rank=100)
     assert_close(peft_logits(llama, tmp_path / "adapter"), applied_logits(llama, [edit]))
-    with pytest.raises(BadSetting, match="rank 0"):
+    with pytest.raises(BadSetting, match="rank is 0"):
         export_peft(edit, llama, tmp_path / "other", rank=0)
 
 
@@ -271,7 +271,7 @@ def test_an_edited_model_exports_the_same_adapter(llama: LM, tmp_path: Path) -> 
     assert_same(plain, edited)
 
 
-def test_transformers_finds_the_base_by_its_name(tmp_path: Path) -> None:
+def test_transformers_loads_the_base_model_of_an_adapter(tmp_path: Path) -> None:
     lm = saved("llama", tmp_path / "base")
     edit = weights_edit(lm)
     export_peft(edit, lm, tmp_path / "adapter")
@@ -279,7 +279,7 @@ def test_transformers_finds_the_base_by_its_name(tmp_path: Path) -> None:
     assert_close(logits(replace(lm, model=model)), applied_logits(lm, [edit]))
 
 
-def test_what_no_adapter_can_carry_is_refused(gpt2: LM, tmp_path: Path) -> None:
+def test_changes_that_lora_cannot_express_are_refused(gpt2: LM, tmp_path: Path) -> None:
     for name in ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"):
         delta = Dense(torch.ones(gpt2.model.get_parameter(name).shape))
         with pytest.raises(BadEdit, match=f"{name} belongs to no linear.*whole checkpoint"):
@@ -292,7 +292,7 @@ def test_what_no_adapter_can_carry_is_refused(gpt2: LM, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_head_of_its_own_is_a_linear_layer(llama: LM, tmp_path: Path) -> None:
+def test_an_untied_head_is_exported(llama: LM, tmp_path: Path) -> None:
     assert llama.model.lm_head.weight is not llama.embed.weight
     edit = edit_of(llama, {"lm_head.weight": low_rank(llama, "lm_head.weight", 2)})
     export_peft(edit, llama, tmp_path / "adapter")
@@ -311,7 +311,7 @@ def test_an_adapter_for_another_model_is_refused(gpt2: LM, llama: LM, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unsafe_edit_is_exported_by_force(llama: LM, tmp_path: Path) -> None:
+def test_an_edit_that_fails_its_checks_is_exported_only_by_force(llama: LM, tmp_path: Path) -> None:
     edit = replace(weights_edit(llama), checks=UNSAFE)
     with pytest.raises(UnsafeEdit, match="update norm"):
         export_peft(edit, llama, tmp_path / "adapter")
@@ -339,8 +339,8 @@ def read(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def test_a_checkpoint_says_the_same(lm: LM, tmp_path: Path) -> None:
-    """Every family: read by transformers and by us, bit by bit."""
+def test_a_checkpoint_is_bit_for_bit_the_edited_model(lm: LM, tmp_path: Path) -> None:
+    """For every family, loaded by transformers and by factscope, bit-for-bit."""
     made = saved(lm.name.removeprefix("tiny "), tmp_path / "base")
     edit, before = weights_edit(made), state_of(made)
     export_checkpoint([edit], made, tmp_path / "out")
@@ -364,7 +364,7 @@ def made(tmp_path: Path) -> LM:
     return saved("gpt2", tmp_path / "base")
 
 
-def test_several_edits_and_those_already_there(made: LM, tmp_path: Path) -> None:
+def test_edits_are_added_to_those_already_applied(made: LM, tmp_path: Path) -> None:
     first, second, third, _ = some_edits(made)
     wanted = applied_logits(made, [first, second, third])
     export_checkpoint([first, second, third], made, tmp_path / "one")
@@ -377,7 +377,7 @@ def test_several_edits_and_those_already_there(made: LM, tmp_path: Path) -> None
         assert torch.equal(logits(replace(made, model=read(tmp_path / name))), wanted)
 
 
-def test_no_edits_at_all(made: LM, tmp_path: Path) -> None:
+def test_a_checkpoint_without_edits(made: LM, tmp_path: Path) -> None:
     export_checkpoint([], made, tmp_path / "out")
     assert_same(dict(read(tmp_path / "out").state_dict()), state_of(made))
 
@@ -393,13 +393,13 @@ def test_tied_weights_stay_tied(made: LM, tmp_path: Path) -> None:
     assert "lm_head.weight" not in names
 
 
-def test_settings_that_transformers_loads_but_does_not_save(
+def test_an_invalid_generation_config_is_replaced(
     made: LM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = made.model.generation_config
     settings.temperature, settings.do_sample = 0.9, False
     export_checkpoint([], made, tmp_path / "out")
-    assert "plain generation settings" in caplog.text
+    assert "generation settings are invalid" in caplog.text
     assert made.model.generation_config is settings
     assert settings.temperature == 0.9
     assert torch.equal(logits(replace(made, model=read(tmp_path / "out"))), logits(made))
@@ -414,10 +414,10 @@ def test_a_bfloat16_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(logits(replace(made, model=model)), applied_logits(made, [edit]))
 
 
-# ---- whole or not at all
+# ---- failures of writing
 
 
-def test_a_folder_that_holds_something_is_refused(made: LM, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(made: LM, tmp_path: Path) -> None:
     edit, before = weights_edit(made), state_of(made)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -432,7 +432,7 @@ def test_a_folder_that_holds_something_is_refused(made: LM, tmp_path: Path) -> N
     assert_same(state_of(made), before)
 
 
-def test_empty_and_deep_folders_are_filled(made: LM, tmp_path: Path) -> None:
+def test_empty_and_nested_folders_are_accepted(made: LM, tmp_path: Path) -> None:
     edit = weights_edit(made)
     (tmp_path / "empty").mkdir()
     export_checkpoint([edit], made, tmp_path / "empty")
@@ -442,7 +442,9 @@ def test_empty_and_deep_folders_are_filled(made: LM, tmp_path: Path) -> None:
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_a_full_disk(made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_files(
+    made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit, before = weights_edit(made), state_of(made)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -459,7 +461,7 @@ def test_a_full_disk(made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert applied_edits(made) == ()
 
 
-def test_too_little_room_is_seen_beforehand(
+def test_free_disk_space_is_checked_beforehand(
     made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def usage(path: Path) -> Any:
@@ -488,7 +490,7 @@ def test_any_error_leaves_the_model_and_the_disk_alone(
     assert applied_edits(made) == ()
 
 
-def test_a_bad_edit_leaves_the_good_one_off(made: LM, tmp_path: Path) -> None:
+def test_a_bad_edit_reverts_the_good_one(made: LM, tmp_path: Path) -> None:
     good, before = weights_edit(made), state_of(made)
     bad = edit_of(made, {mlp(made, 1): Dense(torch.full((32, 128), torch.inf))})
     with pytest.raises(BadEdit, match="infinite"):

@@ -294,16 +294,14 @@ class Edit:
         path = Path(path)
         header, tensors = _read(path)
         try:
-            settings, checks = dict(json.loads(header["settings"])), header.get("checks")
-            if header["format"] == f"{FORMAT} 1":
-                settings, checks = _current_names(settings), header.get("health")
+            checks = header.get("health" if header["format"] == f"{FORMAT} 1" else "checks")
             return cls(
                 changes=_changes(tensors),
                 model=header["model"],
                 fingerprint=header["fingerprint"],
                 method=header["method"],
                 facts=tuple(Fact(**fact) for fact in json.loads(header["facts"])),
-                settings=settings,
+                settings=dict(json.loads(header["settings"])),
                 checks=None if checks is None else EditChecks(**json.loads(checks)),
             )
         except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
@@ -328,18 +326,8 @@ def _parts(edit: Edit) -> list[dict[str, Any]]:
 
 FORMAT = "factscope-edit"
 VERSION = 2
-"""Version 1 is read, too: it has the header key `health` for `checks`, and older setting names."""
-
-RENAMED_SETTINGS = {
-    "at_once": "facts_per_pass",
-    "bound": "max_change",
-    "decay": "weight_decay",
-    "decay_form": "weight_decay_form",
-    "essence": "kl_weight",
-    "essence_at": "kl_position",
-    "rate": "lr",
-}
-"""Names in version 1 → names in version 2."""
+"""Version 1 is read, too. Its header has `health` for `checks`; its settings keep the names that
+they had then."""
 
 
 def _header(edit: Edit) -> dict[str, str]:
@@ -390,13 +378,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise BadEdit(f"there is no file {path}; give one that `Edit.save` wrote") from error
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, str(error)) from error
-
-
-def _current_names(settings: Any) -> Any:
-    """Version 1 settings under their current names, at any depth."""
-    if isinstance(settings, dict):
-        return {RENAMED_SETTINGS.get(name, name): _current_names(x) for name, x in settings.items()}
-    return [_current_names(x) for x in settings] if isinstance(settings, list) else settings
 
 
 def _changes(tensors: Mapping[str, Tensor]) -> dict[str, Change]:

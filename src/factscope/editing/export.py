@@ -1,7 +1,7 @@
-"""Edits for other tools: a LoRA adapter that peft loads, or a whole checkpoint with the edits in.
+"""Export edits to other tools: a LoRA adapter for peft, or an edited checkpoint for transformers.
 
 A LoRA layer computes W x + (alpha / r) B A x, which is an edit with alpha = r. An adapter is small
-and leaves the weights alone; a checkpoint needs nothing but transformers.
+and leaves the weights alone; a checkpoint needs no library but transformers.
 """
 
 import json
@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from factscope.editing.applied import applied_edits, is_transposed
 from factscope.editing.edit import Change, Edit, LowRank
 from factscope.editing.per_row import linear_of
 from factscope.errors import BadEdit, BadSetting
 from factscope.io import scratch_folder
-from factscope.lm.sources import quiet
+from factscope.lm.sources import quiet_transformers
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -41,38 +41,39 @@ def export_peft(
 ) -> None:
     """Write the edit as a LoRA adapter, for `peft.PeftModel.from_pretrained(model, folder)`.
 
-    It is exact: a dense change becomes an adapter of full rank. `rank` keeps the largest
-    directions of each change instead. The model itself is not changed; `force` is as in `apply`.
+    The adapter is exact: a dense change becomes one of full rank. `rank` truncates each change to
+    its largest singular values. The model is not changed; `force` is as in `Edit.apply`.
     """
     if rank is not None and rank < 1:
-        raise BadSetting(f"rank {rank} leaves nothing of the edit; give 1 or more")
+        raise BadSetting(f"rank is {rank}; it must be at least 1")
     if not force:
-        edit.check(lm)
+        edit.check_model(lm)
         if edit.checks is not None:
-            edit.checks.refuse()
-    loras = _loras(edit, lm, rank)
+            edit.checks.raise_if_unsafe()
+    adapters = _adapters(edit, lm, rank)
     with _new_folder(Path(folder)) as partial:
-        # By way of bytes: safetensors' own files can be read by their maker only.
-        weights = save(_tensors(loras), {"format": "pt"})
+        # safetensors' save_file would create the file with mode 0600.
+        weights = save(_peft_tensors(adapters), {"format": "pt"})
         (partial / "adapter_model.safetensors").write_bytes(weights)
-        config = json.dumps(_config(loras, lm), indent=2, sort_keys=True)
+        config = json.dumps(_peft_config(adapters, lm), indent=2, sort_keys=True)
         (partial / "adapter_config.json").write_text(config + "\n", encoding="utf-8")
 
 
 def export_checkpoint(
     edits: Sequence[Edit], lm: "LM", folder: str | Path, *, force: bool = False
 ) -> None:
-    """Write the model and its tokenizer, with the edits, as a folder that transformers loads.
+    """Write the edited model and its tokenizer as a folder that transformers loads.
 
-    The edits come on top of those that are in the model already. Weights are written in the
-    number format that the model is loaded in; the model itself is afterwards as before.
+    The edits are applied on top of those that are applied already, and reverted afterwards. Weights
+    are written in the model's dtype.
     """
-    there = applied_edits(lm)
-    with _new_folder(Path(folder), room=_size(lm.model)) as partial, ExitStack() as stack, quiet():
+    size = sum(weight.numel() * weight.element_size() for weight in lm.model.parameters())
+    with _new_folder(Path(folder), size) as partial, ExitStack() as stack, quiet_transformers():
+        already = applied_edits(lm)
         for edit in edits:
-            if not any(edit is other for other in there):
+            if not any(edit is other for other in already):
                 stack.enter_context(edit.applied(lm, force=force))
-        stack.enter_context(_saveable(lm.model))
+        stack.enter_context(_valid_generation_config(lm.model))
         lm.model.save_pretrained(partial)
         lm.tokenizer.save_pretrained(partial)
 
@@ -81,13 +82,13 @@ def export_checkpoint(
 
 
 @dataclass(frozen=True, eq=False)
-class _Lora:
-    """What peft adds to one linear layer's output: B A x + bias."""
+class _Adapter:
+    """What peft adds to a linear layer's output: B A x + bias."""
 
     B: Float[Tensor, "value rank"]
     A: Float[Tensor, "rank key"]
     bias: Float[Tensor, " value"] | None
-    turned: bool
+    transposed: bool
     """Whether the layer stores its weight as (key, value)."""
 
     @property
@@ -95,28 +96,28 @@ class _Lora:
         return self.A.shape[0]
 
 
-def _loras(edit: Edit, lm: "LM", rank: int | None) -> dict[str, _Lora]:
-    """A full module name → its adapter, for every layer that the edit changes."""
+def _adapters(edit: Edit, lm: "LM", rank: int | None) -> dict[str, _Adapter]:
+    """Full module name → its adapter, for each layer that the edit changes."""
     if not edit.changes:
         raise BadEdit("the edit changes no weight; there is nothing to export")
-    found: dict[str, dict[str, Change]] = {}
+    by_module: dict[str, dict[str, Change]] = {}
     for name in edit.changed_weights:
-        owner, _, kind = name.rpartition(".")
-        found.setdefault(owner, {})[kind] = _checked(edit.changes[name], lm, name)
-    return {owner: _lora(changes, lm, owner, rank) for owner, changes in found.items()}
+        module, _, kind = name.rpartition(".")
+        by_module.setdefault(module, {})[kind] = _checked(edit.changes[name], lm, name)
+    return {module: _adapter(lm, module, x, rank) for module, x in by_module.items()}
 
 
 def _checked(change: Change, lm: "LM", name: str) -> Change:
-    """The change on the CPU, where a LoRA adapter can carry it."""
+    """The change, on the CPU, if a LoRA adapter can make it."""
     if linear_of(lm, name) is None:
         raise BadEdit(
-            f"{name} belongs to no linear layer alone, so that no LoRA adapter can change it; "
-            "export a whole checkpoint"
+            f"{name} belongs to no linear layer alone, so no LoRA adapter can change it; export a "
+            "whole checkpoint"
         )
-    wanted = _shape(lm, name)
-    if change.shape != wanted:
+    shape = _shape(lm, name)
+    if change.shape != shape:
         raise BadEdit(
-            f"{name} has shape {wanted}, the edit's change of it {change.shape}; "
+            f"{name} has shape {shape}, the edit's change of it {change.shape}; "
             "is it for another model?"
         )
     if not math.isfinite(change.norm()):
@@ -130,100 +131,103 @@ def _shape(lm: "LM", name: str) -> tuple[int, ...]:
     return shape[::-1] if is_transposed(lm, name) else shape
 
 
-def _lora(changes: Mapping[str, Change], lm: "LM", owner: str, rank: int | None) -> _Lora:
-    weight = f"{owner}.weight"
-    value, key = _shape(lm, weight)
-    # An adapter has a rank of one at least, also where only the bias changes.
-    factors = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
+def _adapter(lm: "LM", module: str, changes: Mapping[str, Change], rank: int | None) -> _Adapter:
+    weight = f"{module}.weight"
     if "weight" in changes:
         factors = _factors(changes["weight"], rank)
+    else:  # only the bias changes, but peft wants a rank of at least 1
+        value, key = _shape(lm, weight)
+        factors = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
     bias = changes["bias"].matrix() if "bias" in changes else None
-    return _Lora(factors.B, factors.A, bias, is_transposed(lm, weight))
+    return _Adapter(factors.B, factors.A, bias, is_transposed(lm, weight))
 
 
 def _factors(change: Change, rank: int | None) -> LowRank:
-    """ΔW = B A: as it is, with one factor the identity, or its largest directions."""
+    """ΔW as B A, truncated to a rank if that is lower."""
     if rank is not None and rank < change.rank:
         U, S, V = torch.linalg.svd(change.matrix().float(), full_matrices=False)
         return LowRank(U[:, :rank] * S[:rank], V[:rank])
     if isinstance(change, LowRank):
         return change
-    delta = change.matrix()
-    value, key = delta.shape
+    # One factor is ΔW, the other, on its shorter side, the identity: exact.
+    value, key = change.shape
     if value <= key:
-        return LowRank(torch.eye(value), delta)
-    return LowRank(delta, torch.eye(key))
+        return LowRank(torch.eye(value), change.delta)
+    return LowRank(change.delta, torch.eye(key))
 
 
-def _tensors(loras: Mapping[str, _Lora]) -> dict[str, Tensor]:
-    """The adapter's tensors under peft's names; with one bias, every layer has one."""
-    biased = any(lora.bias is not None for lora in loras.values())
-    found = {}
-    for name, lora in loras.items():
-        found[f"base_model.model.{name}.lora_A.weight"] = lora.A
-        found[f"base_model.model.{name}.lora_B.weight"] = lora.B
-        if biased:
-            bias = torch.zeros(len(lora.B)) if lora.bias is None else lora.bias
-            found[f"base_model.model.{name}.lora_B.bias"] = bias
-    return {name: x.detach().float().contiguous().clone() for name, x in found.items()}
+def _peft_tensors(adapters: Mapping[str, _Adapter]) -> dict[str, Tensor]:
+    """The tensors under peft's names. If one layer has a bias, peft expects one in all of them."""
+    has_bias = any(adapter.bias is not None for adapter in adapters.values())
+    tensors = {}
+    for name, adapter in adapters.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = adapter.A
+        tensors[f"base_model.model.{name}.lora_B.weight"] = adapter.B
+        if has_bias:
+            bias = torch.zeros(len(adapter.B)) if adapter.bias is None else adapter.bias
+            tensors[f"base_model.model.{name}.lora_B.bias"] = bias
+    return {name: x.detach().float().contiguous().clone() for name, x in tensors.items()}
 
 
-def _config(loras: Mapping[str, _Lora], lm: "LM") -> dict[str, Any]:
-    """What peft reads; alpha equals the rank everywhere, so that nothing is scaled."""
-    rank = Counter(lora.rank for lora in loras.values()).most_common(1)[0][0]
-    # Full names, so that the same layer of another block is not meant.
-    others = {name: lora.rank for name, lora in loras.items() if lora.rank != rank}
+def _peft_config(adapters: Mapping[str, _Adapter], lm: "LM") -> dict[str, Any]:
+    """`adapter_config.json`; alpha equals the rank everywhere, so nothing is scaled."""
+    rank = Counter(adapter.rank for adapter in adapters.values()).most_common(1)[0][0]
+    # Full module names: a short one would match the same layer of other blocks.
+    others = {name: adapter.rank for name, adapter in adapters.items() if adapter.rank != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": lm.name,
-        "target_modules": list(loras),
+        "target_modules": list(adapters),
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "lora_bias": any(lora.bias is not None for lora in loras.values()),
-        "fan_in_fan_out": any(lora.turned for lora in loras.values()),
+        "lora_bias": any(adapter.bias is not None for adapter in adapters.values()),
+        "fan_in_fan_out": any(adapter.transposed for adapter in adapters.values()),
         "inference_mode": True,
         "lora_dropout": 0.0,
         "bias": "none",
     }
 
 
-# ---- folders
+# ---- writing
 
 
 @contextmanager
-def _saveable(model: Any) -> Iterator[None]:
-    """Without its own settings for generation where they are contradictory, as in old Vicuna:
-    transformers loads such a file, but does not save it."""
-    kept = getattr(model, "generation_config", None)
+def _valid_generation_config(model: Any) -> Iterator[None]:
+    """Replace an invalid generation config by the default one inside the block: transformers loads
+    a contradictory one, as in old Vicuna checkpoints, but refuses to save it."""
+    original = getattr(model, "generation_config", None)
     try:
-        if kept is not None:
-            kept.validate(strict=True)
+        if original is not None:
+            original.validate(strict=True)
     except ValueError:
-        log.warning("the checkpoint gets plain generation settings, as the model's are invalid")
-        model.generation_config = type(kept)()
+        log.warning("the model's generation settings are invalid; the checkpoint gets the defaults")
+        model.generation_config = type(original)()
     try:
         yield
     finally:
-        model.generation_config = kept
-
-
-def _size(model: nn.Module) -> int:
-    """The bytes of a model's weights."""
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        model.generation_config = original
 
 
 @contextmanager
-def _new_folder(folder: Path, room: int = 0) -> Iterator[Path]:
-    """A folder to fill, that becomes `folder` when the block ends well and vanishes otherwise."""
+def _new_folder(folder: Path, size: int = 0) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` at the end, or deleted after an error.
+
+    Refuses a folder that is not empty, and a disk with less than `size` bytes free.
+    """
     folder = folder.expanduser().absolute()
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadSetting(f"{folder} is there already; give a new or empty folder")
+            raise BadSetting(f"{folder} already exists; give a new or empty folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(folder.parent, room)
+        free = shutil.disk_usage(folder.parent).free
+        if free < size:
+            raise BadSetting(
+                f"the checkpoint takes {size / 1e9:.1f} GB, but the disk of {folder.parent} has "
+                f"{free / 1e9:.1f} GB free; give a folder on another disk"
+            )
         with scratch_folder(folder.parent) as temporary:
             partial = temporary / folder.name
             partial.mkdir()
@@ -235,12 +239,3 @@ def _new_folder(folder: Path, room: int = 0) -> Iterator[Path]:
         raise BadSetting(
             f"{folder} cannot be written ({error}); nothing was left there, give another folder"
         ) from error
-
-
-def _check_room(folder: Path, room: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < room:
-        raise BadSetting(
-            f"the checkpoint takes {room / 1e9:.1f} GB, but the disk of {folder} has "
-            f"{free / 1e9:.1f} GB free; give a folder on another disk"
-        )
