@@ -1,4 +1,4 @@
-"""MEMIT: the spread is the direct formula, and the fast way equals weights written in turn."""
+"""MEMIT: the update is the direct formula, and the fast method equals weights edited in place."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,51 +9,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from factscope.editing.contexts import ContextRow, EditRequest, edit_request, kl_row, pad_rows
+from factscope.editing.contexts import ContextRow, edit_request, kl_row
 from factscope.editing.edit import Dense, Edit, LowRank
-from factscope.editing.memit import FACTS as AT_A_LOOK
-from factscope.editing.memit import PAPER, BoundMemit, Memit, spread
-from factscope.editing.value_search import ValueSearch
+from factscope.editing.memit import FACTS_PER_PASS, BoundMemit, memit_update
+from factscope.editing.reference import search_delta
+from factscope.editing.settings import PAPER_MEMIT, Memit, ValueSearch
 from factscope.errors import BadFact, BadSetting, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.lm.model import LM
-from factscope.stats.second_moment import SecondMoment, file_name, save_moment
+from factscope.stats.second_moment import file_name, save_second_moment
 
-from families import FAMILIES, reader
+from editing_facts import FACTS, FEW, PREFIXES, random_moment, text_lm
+from families import FAMILIES
 
-# Short ways from the subject to the end: some tiny models see four tokens back, and no further.
-FACTS = [
-    Fact(subject="The Eiffel Tower", prompt="{} is in", target="Rome"),
-    Fact(subject="Miles Davis", prompt="{} plays the", target="piano and the guitar"),
-    Fact(subject="Vienna", prompt="The capital of {} is", target="Norway"),
-]
 BAD = replace(FACTS[0], target="")
-PREFIXES = ("The Nile flows. ", "Light travels at 100 degrees and so. ")
-FEW = ValueSearch(steps=5, lr=0.1, weight_decay=1e-3, clamp=50.0)
 DEFAULT = Memit()
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {
-        "base": PAPER, "search": replace(FEW, kl_position="place", weight_decay_form="paper")
+        "base": PAPER_MEMIT,
+        "search": replace(FEW, kl_position="edit-token", weight_decay_form="paper"),
     },
     "one layer": {"layers": (1,)},
     "all layers": {"layers": (0, 1, 2), "token": "last"},
     "with a gap": {"layers": (0, 2), "token": "last"},
     "after-subject": {"token": "after-subject"},
     "no prefixes": {"prefixes": ()},
-    "no prefixes, half bare": {"prefixes": (), "key": "half bare"},
+    "no prefixes, half bare": {"prefixes": (), "key": "half-bare"},
     "identity": {"second_moment": "identity"},
-    "heavy": {"weight": 1e4},
-    "light": {"weight": 0.1},
+    "heavy": {"covariance_weight": 1e4},
+    "light": {"covariance_weight": 0.1},
     "clamp": {"search": replace(FEW, clamp=0.3)},
-    "stop": {"search": replace(FEW, stop=5.0, steps=12)},
+    "stop": {"search": replace(FEW, stop_loss=5.0, steps=12)},
 }  # fmt: skip
-
-
-def text_lm(family: str) -> LM:
-    """A tiny model that reads text."""
-    return reader(family, spread=0.3, style="gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -63,65 +52,66 @@ def gpt2() -> LM:
 
 @pytest.fixture(scope="module")
 def gemma2() -> LM:
-    """Here a norm stands between the weight and the state."""
+    """A family with a norm between the MLP output weight and the state."""
     return text_lm("gemma2")
 
 
 def write_moments(lm: LM, folder: Path) -> None:
-    """A well-conditioned C of the right size for every layer."""
-    width = lm.mlp_weight(0).shape[1]
+    """C of every layer, as files."""
     for layer in range(lm.n_layers):
-        noise = torch.randn(3 * width, width, generator=torch.Generator().manual_seed(layer))
-        moment = SecondMoment(
-            matrix=noise.T @ noise / len(noise) + 0.1 * torch.eye(width), layer=layer,
-            tokens=3 * width, corpus="noise", model=lm.name, fingerprint=lm.fingerprint,
-        )  # fmt: skip
-        save_moment(moment, folder / file_name(layer))
+        save_second_moment(random_moment(lm, layer), folder / file_name(layer))
 
 
 def memit_on(lm: LM, folder: Path, base: Memit = DEFAULT, **settings: Any) -> Memit:
     """MEMIT with few steps on two layers of a tiny model."""
     write_moments(lm, folder)
-    given: dict[str, Any] = {"layers": (0, 1), "weight": 10.0, "prefixes": PREFIXES}
+    given: dict[str, Any] = {"layers": (0, 1), "covariance_weight": 10.0, "prefixes": PREFIXES}
     given |= {"second_moment": [folder], "search": FEW}
     return replace(base, **{**given, **settings})
 
 
-# ---- the plain procedure
+# ---- the reference
 
 
-def plainly(ready: BoundMemit, facts: Sequence[Fact]) -> Edit:
+def reference_memit(bound: BoundMemit, facts: Sequence[Fact]) -> Edit:
     """z of every fact by whole forward passes, then layer by layer in the model's own weights."""
-    lm, memit, layers = ready.lm, ready.memit, ready.layers
-    asked = [edit_request(lm, fact, ready.prefixes, memit.token) for fact in facts]
-    found = [plain_search(ready, one) for one in asked]
-    z = torch.stack([state for state, _ in found]).double()
+    lm, settings, layers = bound.lm, bound.settings, bound.layers
+    requests = [edit_request(lm, fact, bound.prefixes, settings.token) for fact in facts]
+    at_edit_token = bound.search.kl_position == "edit-token"
+    z: list[Tensor] = []
+    losses: list[list[float]] = []
+    for request in requests:
+        last_row = kl_row(lm, request.fact, settings.token, at_edit_token=at_edit_token)
+        rows = [*request.rows, last_row]
+        _, h = key_and_state(lm, rows[0], layers[-1], layers[-1])
+        delta, steps = search_delta(lm, rows, lm.blocks[layers[-1]], bound.search, h.norm())
+        z.append(h + delta)
+        losses.append(steps)
     edit = Edit(
-        changes={}, model=lm.name, fingerprint=lm.fingerprint, method="plain", facts=tuple(facts),
-        settings={"losses": [losses for _, losses in found]},
+        changes={}, model=lm.name, fingerprint=lm.fingerprint, method="reference",
+        facts=tuple(facts), settings={"losses": losses},
     )  # fmt: skip
-    for done, layer in enumerate(layers):
+    for n, layer in enumerate(layers):
         with edit.applied(lm, force=True):
-            seen = [[seen_at(lm, row, layer, layers[-1]) for row in one.rows] for one in asked]
+            seen = [[key_and_state(lm, row, layer, layers[-1]) for row in r.rows] for r in requests]
         keys = [torch.stack([key for key, _ in mine]) for mine in seen]
-        if memit.key == "half bare" and ready.prefixes:
+        if settings.key == "half-bare" and bound.prefixes:
             keys = [torch.stack([mine[0], mine[1:].mean(0)]) for mine in keys]
         K = torch.stack([mine.mean(0) for mine in keys]).double().T
-        now = torch.stack([mine[0][1] for mine in seen]).double()
-        R = ((z - now) / (len(layers) - done)).T
-        moment = ready.moments[done]
-        C = torch.eye(len(K)) if moment is None else moment.matrix
-        C = C.double()
+        h = torch.stack([mine[0][1] for mine in seen]).double()
+        R = ((torch.stack(z).double() - h) / (len(layers) - n)).T
+        moment = bound.second_moments[n]
+        C = torch.eye(len(K), dtype=torch.double) if moment is None else moment.matrix.double()
         if moment is not None:
-            C = C + memit.ridge * C.diagonal().mean() * torch.eye(len(C))
-        delta = R @ K.T @ torch.linalg.inv(ready.weight * C + K @ K.T)
+            C = C + settings.ridge * C.diagonal().mean() * torch.eye(len(C))
+        delta = R @ K.T @ torch.linalg.inv(bound.covariance_weight * C + K @ K.T)
         name = lm.name_of(lm.mlp_out(layer)) + ".weight"
         edit = replace(edit, changes={**edit.changes, name: Dense(delta.float())})
     return edit
 
 
-def seen_at(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tensor, Tensor]:
-    """The key at a layer and the state at the last, where the fact is written."""
+def key_and_state(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tensor, Tensor]:
+    """The key at a layer and the state at the last one, at the edit position."""
     seen: list[Tensor] = []
     with (
         hook_calls(
@@ -130,53 +120,11 @@ def seen_at(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tensor, Ten
         hook_outputs((lm.blocks[last], lambda out: seen.append(out[0].clone()))),
     ):
         lm.model(torch.tensor([row.ids]), use_cache=False)
-    return seen[0][row.place], seen[1][row.place]
-
-
-def plain_search(ready: BoundMemit, asked: EditRequest) -> tuple[Tensor, list[float]]:
-    """torch's own Adam on δ, the whole model at every step: z, and the losses."""
-    lm, search, last = ready.lm, ready.memit.search, ready.layers[-1]
-    at_place = search.kl_position == "place"
-    rows = [*asked.rows, kl_row(lm, asked.fact, ready.memit.token, at_place=at_place)]
-    _, start = seen_at(lm, rows[0], last, last)
-    size = start.norm()
-    ids, delta = pad_rows(rows, lm.device), torch.zeros(lm.width, requires_grad=True)
-    adam = torch.optim.Adam([delta], lr=search.lr)
-    at = torch.zeros(*ids.shape, 1)
-    at[range(len(rows)), [row.place for row in rows]] = 1
-    labels = torch.tensor(asked.target)
-
-    def add(state: Tensor) -> Tensor:
-        return state + at * delta
-
-    before: Tensor | None = None
-    losses: list[float] = []
-    for step in range(search.looks):
-        with hook_outputs((lm.blocks[last], add)):
-            logs = lm.model(ids, use_cache=False).logits.log_softmax(-1)
-        now = logs[-1, rows[-1].reads[0]]
-        before = now.detach() if before is None else before
-        said = [
-            -logs[i, list(row.reads)].gather(1, labels[:, None]).mean()
-            for i, row in enumerate(rows[:-1])
-        ]
-        decay = delta.norm() / size ** (2 if search.weight_decay_form == "paper" else 1)
-        essence = (now.exp() * (now - before)).sum()
-        loss = torch.stack(said).mean() + search.kl_weight * essence + search.weight_decay * decay
-        losses.append(loss.item())
-        if losses[-1] < search.stop or step == search.looks - 1:
-            break
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        if delta.norm() > search.longest * size:
-            with torch.no_grad():
-                delta *= search.longest * size / delta.norm()
-    return start + delta.detach(), losses
+    return seen[0][row.edit_position], seen[1][row.edit_position]
 
 
 def assert_same(found: Edit, wanted: Edit, tolerance: float = 1e-4) -> None:
-    """Equal weight by weight, to within a share of the largest entry."""
+    """Equal weight by weight, to within a fraction of the largest entry."""
     assert list(found.changes) == list(wanted.changes)
     for name, change in wanted.changes.items():
         gap = (found.changes[name].matrix() - change.matrix()).abs().max()
@@ -186,23 +134,23 @@ def assert_same(found: Edit, wanted: Edit, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_fast_way_equals_the_plain_one(family: str, tmp_path: Path) -> None:
+def test_fast_method_equals_the_reference(family: str, tmp_path: Path) -> None:
     lm = text_lm(family)
     memit = memit_on(lm, tmp_path)
     before = {name: weight.clone() for name, weight in lm.model.named_parameters()}
     together, alone = memit(lm, FACTS), memit(lm, FACTS[1:2])
     assert all(torch.equal(x, before[name]) for name, x in lm.model.named_parameters())
-    assert_same(together, plainly(memit.ready(lm), FACTS))
-    assert_same(alone, plainly(memit.ready(lm), FACTS[1:2]))
+    assert_same(together, reference_memit(memit.bind(lm), FACTS))
+    assert_same(alone, reference_memit(memit.bind(lm), FACTS[1:2]))
     assert all(losses[-1] < losses[0] for losses in together.settings["losses"])
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_every_setting_means_the_same_to_both(
+def test_every_setting_equals_the_reference(
     gemma2: LM, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     memit = memit_on(gemma2, tmp_path, **settings)
-    assert_same(memit(gemma2, FACTS[:2]), plainly(memit.ready(gemma2), FACTS[:2]))
+    assert_same(memit(gemma2, FACTS[:2]), reference_memit(memit.bind(gemma2), FACTS[:2]))
 
 
 # ---- the closed form
@@ -210,7 +158,7 @@ def test_every_setting_means_the_same_to_both(
 
 @pytest.mark.parametrize("facts", [1, 3, 12])
 @pytest.mark.parametrize("weight", [0.5, 15_000.0])
-def test_the_spread_is_the_direct_formula(facts: int, weight: float) -> None:
+def test_update_is_the_direct_formula(facts: int, weight: float) -> None:
     """R Kᵀ (λC + KKᵀ)⁻¹, here with the facts as columns."""
     draw = torch.Generator().manual_seed(facts)
     noise = torch.randn(40, 9, generator=draw, dtype=torch.double)
@@ -218,16 +166,16 @@ def test_the_spread_is_the_direct_formula(facts: int, weight: float) -> None:
     K = torch.randn(9, facts, generator=draw, dtype=torch.double)
     R = torch.randn(6, facts, generator=draw, dtype=torch.double)
     direct = R @ K.T @ torch.linalg.inv(weight * C + K @ K.T)
-    change = spread(K.T, R.T, torch.linalg.solve(C, K).T, weight)
+    change = memit_update(K.T, R.T, torch.linalg.solve(C, K).T, weight)
     assert torch.allclose(change.matrix().double(), direct, rtol=1e-5, atol=1e-6 * direct.norm())
 
 
-def test_the_spread_trades_what_is_missing_against_ordinary_keys() -> None:
-    """It is the best of all changes: the least ‖Δ K - R‖² + λ tr(Δ C Δᵀ)."""
+def test_update_is_the_least_squares_optimum() -> None:
+    """It minimises ‖Δ K - R‖² + λ tr(Δ C Δᵀ)."""
     draw = torch.Generator().manual_seed(0)
     K, R = torch.randn(9, 3, generator=draw), torch.randn(6, 3, generator=draw)
     C, weight = torch.diag(torch.rand(9, generator=draw) + 0.1), 2.0
-    best = spread(K.T, R.T, torch.linalg.solve(C, K).T, weight).matrix()
+    best = memit_update(K.T, R.T, torch.linalg.solve(C, K).T, weight).matrix()
 
     def cost(delta: Tensor) -> float:
         return ((delta @ K - R).square().sum() + weight * (delta @ C @ delta.T).trace()).item()
@@ -237,14 +185,14 @@ def test_the_spread_trades_what_is_missing_against_ordinary_keys() -> None:
 
 
 @pytest.mark.parametrize(("facts", "kind"), [(3, LowRank), (4, Dense), (20, Dense)])
-def test_many_facts_make_a_dense_change_where_that_is_smaller(facts: int, kind: type) -> None:
-    """In a 6 by 9 matrix three directions are 45 numbers, four are 60, and all are 54."""
+def test_update_is_dense_where_that_is_smaller(facts: int, kind: type) -> None:
+    """In a 6 × 9 matrix rank three takes 45 numbers, rank four 60, and the whole matrix 54."""
     K, R = torch.randn(facts, 9), torch.randn(facts, 6)
-    assert type(spread(K, R, K, 1.0)) is kind
+    assert type(memit_update(K, R, K, 1.0)) is kind
 
 
-def test_more_facts_than_are_looked_at_in_one_pass(gpt2: LM, tmp_path: Path) -> None:
-    """Enough of them for a dense change in a tiny matrix."""
+def test_more_facts_than_fit_in_one_pass(gpt2: LM, tmp_path: Path) -> None:
+    """Enough of them for a dense update of a tiny matrix."""
     cities = ["Paris", "Rome", "Berlin", "Oslo", "Lima", "Cairo"]
     words = ["of", "in", "by", "is", "and", "the"]
     facts = [
@@ -252,19 +200,19 @@ def test_more_facts_than_are_looked_at_in_one_pass(gpt2: LM, tmp_path: Path) -> 
         for i, city in enumerate(cities)
         for word in words
     ]
-    assert len(facts) > AT_A_LOOK
+    assert len(facts) > FACTS_PER_PASS
     memit = memit_on(gpt2, tmp_path, prefixes=(), search=replace(FEW, steps=3), facts_per_pass=8)
     edit = memit(gpt2, facts)
     assert all(isinstance(change, Dense) for change in edit.changes.values())
     assert edit.facts == tuple(facts)
-    assert_same(edit, plainly(memit.ready(gpt2), facts))
+    assert_same(edit, reference_memit(memit.bind(gpt2), facts))
 
 
 # ---- many facts
 
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon, alibi", "opt"])
-def test_each_equals_one_by_one(family: str, tmp_path: Path) -> None:
+def test_batched_facts_equal_single_facts(family: str, tmp_path: Path) -> None:
     lm = text_lm(family)
     memit = memit_on(lm, tmp_path)
     for facts_per_pass in (None, 3):
@@ -274,9 +222,7 @@ def test_each_equals_one_by_one(family: str, tmp_path: Path) -> None:
             assert_same(edit, memit(lm, [fact]))
 
 
-def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
-    gpt2: LM, tmp_path: Path
-) -> None:
+def test_a_bad_fact_does_not_stop_the_others(gpt2: LM, tmp_path: Path) -> None:
     memit = memit_on(gpt2, tmp_path)
     results = memit.attempt(gpt2, [FACTS[0], BAD, FACTS[2]])
     assert [type(result).__name__ for result in results] == ["Edit", "BadFact", "Edit"]
@@ -289,8 +235,8 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others(
         memit(gpt2, [FACTS[0], BAD])
 
 
-def test_a_search_that_leads_nowhere_leaves_its_error(gpt2: LM, tmp_path: Path) -> None:
-    """Nothing that is added to the last layer at the subject reaches the end."""
+def test_a_search_that_does_not_converge_returns_its_error(gpt2: LM, tmp_path: Path) -> None:
+    """A state of the last layer at the subject does not influence the last token."""
     memit = memit_on(gpt2, tmp_path, layers=(1, 2))
     assert {type(result) for result in memit.attempt(gpt2, FACTS)} == {DidNotConverge}
     with pytest.raises(DidNotConverge, match="by step"):
@@ -298,53 +244,53 @@ def test_a_search_that_leads_nowhere_leaves_its_error(gpt2: LM, tmp_path: Path) 
 
 
 def test_progress_adds_up_to_one(gpt2: LM, tmp_path: Path) -> None:
-    shares: list[float] = []
-    memit_on(gpt2, tmp_path).attempt(gpt2, FACTS, progress=shares.append)
-    assert sum(shares) == pytest.approx(1)
-    assert len(shares) > 3
+    fractions: list[float] = []
+    memit_on(gpt2, tmp_path).attempt(gpt2, FACTS, progress=fractions.append)
+    assert sum(fractions) == pytest.approx(1)
+    assert len(fractions) > 3
 
 
-# ---- what comes out
+# ---- the edit
 
 
-def test_an_edit_says_what_it_is(gpt2: LM, tmp_path: Path) -> None:
+def test_edit_records_its_settings(gpt2: LM, tmp_path: Path) -> None:
     edit = memit_on(gpt2, tmp_path)(gpt2, FACTS[:2])
     assert edit.method == "memit"
     assert edit.facts == tuple(FACTS[:2])
     assert edit.changed_weights == tuple(f"transformer.h.{i}.mlp.c_proj.weight" for i in (0, 1))
-    assert (edit.settings["layers"], edit.settings["weight"]) == ((0, 1), 10.0)
+    assert (edit.settings["layers"], edit.settings["covariance_weight"]) == ((0, 1), 10.0)
     assert [c["layer"] for c in edit.settings["second_moment"]] == [0, 1]
     assert edit.settings["search"]["steps"] == FEW.steps
     assert all(change.rank == 2 for change in edit.changes.values())
     assert edit.checks is not None
-    shares = [
+    fractions = [
         change.norm() / gpt2.model.get_parameter(name).norm().item()
         for name, change in edit.changes.items()
     ]
-    assert edit.checks.update_norm == pytest.approx(max(shares), rel=1e-4)
+    assert edit.checks.update_norm == pytest.approx(max(fractions), rel=1e-4)
     assert edit.checks.division_factor is None
     assert edit.checks.perplexity_after != edit.checks.perplexity_before
 
 
-def test_layers_and_weight_come_from_the_model(gpt2: LM) -> None:
-    ready = Memit(prefixes=(), second_moment="identity").ready(gpt2)
-    assert ready.layers == (0, 1)  # the five up to ROME's, as far as there are any
-    assert ready.weight == 15_000.0
-    assert len(Memit(prefix_lengths=((3, 2),), second_moment="identity").ready(gpt2).prefixes) == 2
+def test_defaults_come_from_the_model(gpt2: LM) -> None:
+    bound = Memit(prefixes=(), second_moment="identity").bind(gpt2)
+    assert bound.layers == (0, 1)  # the five up to ROME's, here fewer
+    assert bound.covariance_weight == 15_000.0
+    assert len(Memit(prefix_lengths=((3, 2),), second_moment="identity").bind(gpt2).prefixes) == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"layers": (1, 0)}, r"layers \(1, 0\) must go upwards"),
-        ({"layers": (1, 1)}, r"layers \(1, 1\) must go upwards, each once"),
+        ({"layers": (1, 0)}, r"layers is \(1, 0\); .* in ascending order"),
+        ({"layers": (1, 1)}, r"layers is \(1, 1\); .* in ascending order"),
         ({"layers": ()}, "at least one"),
-        ({"layers": (1, 3)}, "layer 3 is out of range.*3 layers, 0 to 2"),
-        ({"layers": (-1, 1)}, "layer -1 is out of range"),
+        ({"layers": (1, 3)}, "layer is 3; .* has layers 0 to 2"),
+        ({"layers": (-1, 1)}, "layer is -1"),
         ({"layers": (0, 1), "second_moment": "find"}, "no statistics of layer 0"),
     ],
 )
-def test_what_cannot_be_done_is_named(gpt2: LM, settings: dict[str, Any], words: str) -> None:
+def test_errors_name_the_problem(gpt2: LM, settings: dict[str, Any], words: str) -> None:
     memit = Memit(**{"prefixes": (), "second_moment": "identity", **settings})
     with pytest.raises(BadSetting, match=words):
         memit(gpt2, FACTS)
@@ -353,12 +299,12 @@ def test_what_cannot_be_done_is_named(gpt2: LM, settings: dict[str, Any], words:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
-def test_a_weight_must_be_above_zero(weight: float) -> None:
-    with pytest.raises(BadSetting, match=r"weight is .* above 0"):
-        Memit(weight=weight)
+def test_covariance_weight_must_be_positive(weight: float) -> None:
+    with pytest.raises(BadSetting, match=r"covariance_weight is .*; give more than 0"):
+        Memit(covariance_weight=weight)
 
 
-def test_without_facts_there_is_nothing_to_write(gpt2: LM, tmp_path: Path) -> None:
+def test_no_facts(gpt2: LM, tmp_path: Path) -> None:
     memit = memit_on(gpt2, tmp_path)
     with pytest.raises(BadFact, match="no fact"):
         memit(gpt2, [])
@@ -371,10 +317,12 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
 
     fact = replace(FACTS[0], prompt="{} is located in the city of")
     search = ValueSearch(clamp=0.75, steps=8)
-    edit = Memit(layers=(5,), weight=1e3, prefixes=(), search=search)(default_model, [fact])
+    edit = Memit(layers=(5,), covariance_weight=1e3, prefixes=(), search=search)(
+        default_model, [fact]
+    )
     asked = [fact.text, "The Louvre is located in the city of"]
     after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
-    assert after[0].first > 0.9
+    assert after[0].first_probability > 0.9
     assert after[1].top == " Paris"
     assert edit.checks is not None
     assert not edit.checks.complaints()

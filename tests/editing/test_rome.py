@@ -1,4 +1,4 @@
-"""ROME: the closed form is the best of its kind, and the fast search equals the plain one."""
+"""ROME: the closed form is optimal, and the fast search equals the reference."""
 
 import math
 from dataclasses import replace
@@ -19,19 +19,16 @@ from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
 from factscope.progress import no_progress
-from factscope.stats.second_moment import SecondMoment
 
-from editing_facts import FACTS, FEW, PREFIXES, text_lm
+from editing_facts import FACTS, FEW, PREFIXES, random_moment, text_lm
 from families import FAMILIES
 from tokenizers_ import STYLES
 
 DEFAULT = Rome()
-
-
-AS_CODED = replace(FEW, kl_position="edit-token", weight_decay_form="paper")
+AS_IN_PAPER = replace(FEW, kl_position="edit-token", weight_decay_form="paper")
 SETTINGS: dict[str, dict[str, Any]] = {
-    "paper": {"base": PAPER_ROME, "search": AS_CODED},
-    "r-rome": {"base": R_ROME, "search": AS_CODED},
+    "paper": {"base": PAPER_ROME, "search": AS_IN_PAPER},
+    "r-rome": {"base": R_ROME, "search": AS_IN_PAPER},
     "layer 1": {"layer": 1},
     "layer 2": {"layer": 2, "token": "last"},
     "subject-first": {"token": "subject-first"},
@@ -46,61 +43,51 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def moment_of(lm: LM, layer: int) -> SecondMoment:
-    """A well-conditioned C of the right size."""
-    width = lm.mlp_weight(layer).shape[1]
-    noise = torch.randn(3 * width, width, generator=torch.Generator().manual_seed(3))
-    return SecondMoment(
-        matrix=noise.T @ noise / len(noise) + 0.1 * torch.eye(width), layer=layer, tokens=3 * width,
-        corpus="noise", model=lm.name, fingerprint=lm.fingerprint,
-    )  # fmt: skip
-
-
 def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> BoundRome:
-    """ROME with few steps on a tiny model's middle layer."""
-    given = {"layer": 0, "prefixes": PREFIXES, "second_moment": moment_of(lm, 0), "search": FEW}
+    """ROME with few steps on the first layer of a tiny model."""
+    given = {"layer": 0, "prefixes": PREFIXES, "second_moment": random_moment(lm, 0), "search": FEW}
     return replace(base, **{**given, **settings}).bind(lm, FACTS)
 
 
 def values_on(bound: BoundRome, facts: list[Fact]) -> list[ValueResult]:
-    """The values of facts that all can be written."""
+    """The results of the value search for facts without errors."""
     return raise_first_error(bound.find_values(facts, no_progress))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> bool:
-    """Equal to within a share of the largest entry."""
+    """Equal to within a fraction of the largest entry."""
     return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_fast_search_equals_the_plain_one(family: str) -> None:
+def test_fast_search_equals_the_reference(family: str) -> None:
     bound = rome_on(text_lm(family))
     for fact in FACTS:
         edit, _ = bound.insert(values_on(bound, [fact]))
-        plain = reference_rome(bound, fact)
+        reference = reference_rome(bound, fact)
         (change,) = edit.changes.values()
-        assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
-        assert plain.losses[-1] < plain.losses[0]
-        assert close(change.matrix(), plain.change)
+        assert edit.settings["losses"][0] == pytest.approx(reference.losses, rel=1e-4)
+        assert reference.losses[-1] < reference.losses[0]
+        assert close(change.matrix(), reference.change)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gptj"])
-def test_every_setting_means_the_same_to_both(family: str, settings: dict[str, Any]) -> None:
+def test_every_setting_equals_the_reference(family: str, settings: dict[str, Any]) -> None:
     lm = text_lm(family)
     layer = settings.get("layer", 0)
-    bound = rome_on(lm, **{"second_moment": moment_of(lm, layer), **settings})
+    bound = rome_on(lm, **{"second_moment": random_moment(lm, layer), **settings})
     for fact in FACTS:
         edit, _ = bound.insert(values_on(bound, [fact]))
-        plain = reference_rome(bound, fact)
+        reference = reference_rome(bound, fact)
         (change,) = edit.changes.values()
-        assert edit.settings["losses"][0] == pytest.approx(plain.losses, rel=1e-4)
-        assert close(change.matrix(), plain.change) or plain.change.norm() < 1e-6
+        assert edit.settings["losses"][0] == pytest.approx(reference.losses, rel=1e-4)
+        assert close(change.matrix(), reference.change) or reference.change.norm() < 1e-6
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "llama", "falcon, alibi"])
-def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
-    """Also where some are done earlier than others."""
+def test_batched_facts_equal_single_facts(family: str) -> None:
+    """Also where some stop earlier than others."""
     lm = text_lm(family)
     unstopped = rome_on(lm).settings.each(lm, FACTS)
     stop = sorted(edit.settings["losses"][0][3] for edit in unstopped)[0] + 1e-3
@@ -114,20 +101,20 @@ def test_many_facts_at_once_equal_one_by_one(family: str) -> None:
         assert edit.facts == (fact,)
 
 
-def test_the_written_key_gives_the_wanted_value(lm: LM) -> None:
-    """Ŵ k* = v*, whatever the family."""
+def test_edited_weight_maps_k_star_to_v_star(lm: LM) -> None:
+    """Ŵ k* = v* in every family."""
     text = text_lm(lm.name.removeprefix("tiny "))
     bound = rome_on(text)
-    sought = values_on(bound, FACTS[:1])
-    edit, _ = bound.insert(sought)
-    k_star = sought[0].keys.mean(0)
+    values = values_on(bound, FACTS[:1])
+    edit, _ = bound.insert(values)
+    k_star = values[0].keys.mean(0)
     bias = getattr(text.mlp_out(0), "bias", None)
     with edit.applied(text):
         value = text.mlp_weight(0) @ k_star + (0 if bias is None else bias)
-    assert close(value, sought[0].values.mean(0) + sought[0].delta)
+    assert close(value, values[0].values.mean(0) + values[0].delta)
 
 
-def test_no_other_change_with_that_property_is_smaller_in_the_norm_of_C() -> None:
+def test_closed_form_is_the_smallest_update_in_the_norm_of_C() -> None:
     """Against a numeric constrained least squares: min ‖Δ C^½‖ subject to Δ k = r."""
     generator = torch.Generator().manual_seed(0)
     width, height = 7, 4
@@ -136,7 +123,7 @@ def test_no_other_change_with_that_property_is_smaller_in_the_norm_of_C() -> Non
     k = torch.randn(width, generator=generator, dtype=torch.double)
     r = torch.randn(height, generator=generator, dtype=torch.double)
     change = insert(k[None].float(), r[None].float(), torch.linalg.solve(C, k)[None].float())
-    # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system a row.
+    # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system per row.
     kkt = torch.zeros(width + 1, width + 1, dtype=torch.double)
     kkt[:width, :width], kkt[:width, width], kkt[width, :width] = C, k, k
     wanted = torch.zeros(height, width + 1, dtype=torch.double)
@@ -153,20 +140,20 @@ def test_no_other_change_with_that_property_is_smaller_in_the_norm_of_C() -> Non
         assert size(best + 0.1 * other) > size(best)
 
 
-def test_several_facts_jointly_are_all_written() -> None:
+def test_joint_edit_writes_every_fact() -> None:
     lm = text_lm("llama")
     bound = rome_on(lm)
-    sought = values_on(bound, FACTS)
-    edit, _ = bound.insert(sought)
+    values = values_on(bound, FACTS)
+    edit, _ = bound.insert(values)
     (change,) = edit.changes.values()
     assert isinstance(change, LowRank)
     assert change.rank == 3
-    for found in sought:
+    for found in values:
         moved = change.matrix() @ found.keys.mean(0)
         assert close(moved, found.delta, 1e-3)
 
 
-def test_in_turn_each_fact_sees_those_before_it() -> None:
+def test_sequential_edit_computes_each_fact_on_the_edited_model() -> None:
     lm = text_lm("gpt2")
     rome = rome_on(lm, many="sequentially").settings
     whole = rome(lm, FACTS[:2])
@@ -180,10 +167,10 @@ def test_in_turn_each_fact_sees_those_before_it() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_any_tokenizer(style: str) -> None:
+def test_every_kind_of_tokenizer(style: str) -> None:
     """Prefixes, subjects and objects of several tokens, with and without BOS."""
     lm = text_lm("llama", style)
-    rome = Rome(layer=1, prefix_lengths=((3, 2),), second_moment=moment_of(lm, 1), search=FEW)
+    rome = Rome(layer=1, prefix_lengths=((3, 2),), second_moment=random_moment(lm, 1), search=FEW)
     edit = rome(lm, FACTS[1:2])
     losses = edit.settings["losses"][0]
     assert losses[-1] < losses[0]
@@ -192,7 +179,7 @@ def test_any_tokenizer(style: str) -> None:
 
 def test_prefixes_follow_the_seed() -> None:
     lm = text_lm("gpt2")
-    rome = Rome(layer=1, second_moment=moment_of(lm, 1), prefix_lengths=((3, 2), (6, 1)))
+    rome = Rome(layer=1, second_moment=random_moment(lm, 1), prefix_lengths=((3, 2), (6, 1)))
     texts = [replace(rome, seed=seed).bind(lm, FACTS).prefixes for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 3
@@ -201,7 +188,7 @@ def test_prefixes_follow_the_seed() -> None:
     assert paper != texts[0]
 
 
-def test_the_layer_can_come_from_a_trace() -> None:
+def test_layer_auto_uses_a_causal_trace() -> None:
     lm = text_lm("gpt2")
     rome = Rome(layer="auto", prefixes=(), second_moment="identity", search=FEW)
     edit = rome(lm, FACTS[:1])
@@ -210,7 +197,7 @@ def test_the_layer_can_come_from_a_trace() -> None:
     assert [e.changed_weights for e in rome.each(lm, FACTS[:1])] == [edit.changed_weights]
 
 
-def test_guard_rails_are_measured() -> None:
+def test_checks_are_measured() -> None:
     lm = text_lm("gpt2")
     edit = rome_on(lm).settings(lm, FACTS[:1])
     assert edit.checks is not None
@@ -234,25 +221,25 @@ def test_guard_rails_are_measured() -> None:
         ({"search": replace(FEW, lr=1e6, clamp=math.inf)}, FACTS[:1], DidNotConverge, "by step"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_named(
+def test_errors_name_the_problem(
     settings: dict[str, Any], facts: list[Fact], error: type[Exception], words: str
 ) -> None:
     lm = text_lm("gpt2")
-    given = {"layer": 1, "prefixes": (), "second_moment": moment_of(lm, 1), "search": FEW}
+    given = {"layer": 1, "prefixes": (), "second_moment": random_moment(lm, 1), "search": FEW}
     with pytest.raises(error, match=words):
         Rome(**{**given, **settings})(lm, facts)
 
 
-def test_a_loss_that_is_no_number_is_named() -> None:
+def test_nan_loss_is_an_error() -> None:
     lm = text_lm("gpt2")
     bound = rome_on(lm)
     with torch.no_grad():
         lm.model.get_parameter("transformer.ln_f.weight")[0] = float("nan")
-    with pytest.raises(DidNotConverge, match="not finite|no number"):
+    with pytest.raises(DidNotConverge, match="NaN or infinite"):
         values_on(bound, FACTS[:1])
 
 
-def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
+def test_a_bad_fact_does_not_stop_the_others() -> None:
     lm = text_lm("gpt2")
     rome = rome_on(lm).settings
     results = rome.attempt(lm, [replace(FACTS[0], target=""), FACTS[1], FACTS[2]])
@@ -267,10 +254,10 @@ def test_a_fact_that_cannot_be_written_does_not_hold_up_the_others() -> None:
 
 def test_progress_adds_up_to_one() -> None:
     lm = text_lm("gpt2")
-    shares: list[float] = []
-    rome_on(lm).settings.each(lm, FACTS, progress=shares.append)
-    assert sum(shares) == pytest.approx(1)
-    assert len(shares) > 3
+    fractions: list[float] = []
+    rome_on(lm).settings.each(lm, FACTS, progress=fractions.append)
+    assert sum(fractions) == pytest.approx(1)
+    assert len(fractions) > 3
 
 
 @pytest.mark.model

@@ -35,7 +35,7 @@ from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.settings import FineTune, TargetPositions
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
-from factscope.lm.accel.linear import quick
+from factscope.lm.accel import fast_blocks
 from factscope.lm.forward import forward
 from factscope.lm.hooks import hook_io
 from factscope.lm.memory import Budget
@@ -191,9 +191,8 @@ def minimise(
     fraction = 1 / (settings.steps + 1)
     with ExitStack() as stack:
         lm = objectives[0].lm
-        for block in lm.blocks[objectives[0].layer :]:
-            # The model's own products: Adam divides by the gradient, so its rounding errors show.
-            stack.enter_context(quick(block, split_products=False))
+        # The model's own precision: Adam divides by the gradient, so its rounding errors show.
+        stack.enter_context(fast_blocks(lm.blocks[objectives[0].layer :], split=False))
         for step in range(settings.steps + 1):
             last = step == settings.steps
             losses, gradients = _loss_and_gradients(objectives, weights, deltas, backward=not last)
@@ -292,7 +291,7 @@ class BoundFineTune(BoundEditor):
         models, call this with a few hundred facts at a time.
         """
 
-        def train_all(requests: list[EditRequest]) -> list[Edit | DidNotConverge]:
+        def train_all(requests: list[EditRequest]) -> list[Edit | FactscopeError]:
             size = self._facts_per_pass(self._rows(requests), own_delta=True)
             return run_in_batches(requests, size, self._train_each, progress)
 
@@ -301,7 +300,7 @@ class BoundFineTune(BoundEditor):
 
     def _train_each(
         self, requests: Sequence[EditRequest], progress: Progress
-    ) -> list[Edit | DidNotConverge]:
+    ) -> list[Edit | FactscopeError]:
         objective = prepare_objective(self.lm, self._rows(requests), self.layer)
         results = minimise([objective], self.weights, len(requests), self.settings, progress)
         return [self._edit([r.fact], result) for r, result in zip(requests, results, strict=True)]
@@ -330,7 +329,7 @@ class BoundFineTune(BoundEditor):
         fit = free // (delta + row) if own_delta else (free - delta) // row
         return max(1, min(fit, len(rows)))
 
-    def _edit(self, facts: Sequence[Fact], result: FineTuneResult) -> Edit | DidNotConverge:
+    def _edit(self, facts: Sequence[Fact], result: FineTuneResult) -> Edit | FactscopeError:
         """The result as an edit, if the loss went down."""
         if error := self._error(facts, result.losses):
             return error
@@ -351,8 +350,8 @@ class BoundFineTune(BoundEditor):
         what += f" and {len(facts) - 1} more" if len(facts) > 1 else ""
         if not all(map(math.isfinite, losses)):
             return DidNotConverge(
-                f"the loss of {what} is not finite (by step: {by_step}); lower the learning rate, "
-                "or load the model in float32"
+                f"the loss of {what} is NaN or infinite (by step: {by_step}); lower the learning "
+                "rate, or load the model in float32"
             )
         if losses[0] >= self.settings.stop_loss and losses[-1] >= losses[0]:
             return DidNotConverge(

@@ -102,6 +102,8 @@ def _parse_stats(given: Any) -> Any:
     words = [given] if isinstance(given, str) else list(given)
     if words in (["find"], ["none"]):
         return "find" if words == ["find"] else "identity"
+    if "none" in words:
+        raise ValueError("give files or folders, or none, not both")
     for word in words:
         if not Path(word).exists():
             raise ValueError(f"{word} does not exist; `factscope stats` collects statistics")
@@ -371,6 +373,8 @@ class FineTune(Editor):
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.max_change, str) and self.max_change != "default":
+            raise BadSetting(f"max_change is {self.max_change!r}; give a number, 'default' or None")
 
     @property
     def method(self) -> FineTuneMethod:

@@ -1,0 +1,160 @@
+"""Editors by name, their presets and validation, and what a user's own editor must define."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import factscope
+from factscope.editing.edit import Edit
+from factscope.editing.editor import BoundEditor, Editor
+from factscope.editing.settings import (
+    EDITORS,
+    KN,
+    PAPER_KN,
+    PAPER_ROME,
+    R_ROME,
+    FineTune,
+    Memit,
+    Rome,
+    ValueSearch,
+    describe_second_moment,
+    editor,
+)
+from factscope.errors import BadFact, BadSetting, FactscopeError
+from factscope.facts import Fact
+from factscope.lm.model import LM
+from factscope.progress import Progress
+
+from editing_facts import FACTS, random_moment, text_lm
+
+
+@pytest.mark.parametrize("method", EDITORS)
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_presets_have_the_name_of_their_method(method: str, preset: str) -> None:
+    assert editor(method, preset) == EDITORS[method][preset]
+    assert editor(method, preset).method == method
+
+
+def test_settings_change_a_preset() -> None:
+    assert editor("rome", "paper", layer=3, ridge=None) == replace(PAPER_ROME, layer=3)
+    assert editor("kn", "paper", max_neurons=3, context_fraction=None) == replace(
+        PAPER_KN, max_neurons=3
+    )
+    assert replace(PAPER_ROME, key="mean") == R_ROME
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        (("magic",), {}, "method is 'magic'; choose from rome, r-rome, ft"),
+        (("rome", "easy"), {}, "preset is 'easy'; rome has default, paper"),
+        (("rome",), {"speed": 3}, "rome has no setting 'speed'; it has facts_per_pass, key, layer"),
+        (("rome",), {"facts_per_pass": 0}, "facts_per_pass is 0; give 1 or more"),
+    ],
+)
+def test_bad_names_are_refused(given: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSetting, match=message):
+        editor(*given, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value", "message"),
+    [
+        (ValueSearch(), "kl_position", "start", "kl_position is 'start'; choose from end, edit-"),
+        (Rome(), "token", "first", "token is 'first'; choose from subject-last, subject-first"),
+        (Memit(), "key", "bare", "key is 'bare'; choose from mean, half-bare"),
+        (FineTune(), "weights", "all", "weights is 'all'; choose from mlp, attn"),
+        (
+            FineTune(),
+            "max_change",
+            "much",
+            "max_change is 'much'; give a number, 'default' or None",
+        ),
+        (KN(), "rule", "gauss", "rule is 'gauss'; choose from radau, ends"),
+    ],
+)
+def test_choices_are_checked(settings: Any, name: str, value: str, message: str) -> None:
+    object.__setattr__(settings, name, value)  # in tests, types are checked before __post_init__
+    with pytest.raises(BadSetting, match=message):
+        settings.__post_init__()
+
+
+def test_second_moments_are_described_by_their_source() -> None:
+    lm = text_lm("gpt2")
+    moment = random_moment(lm, 1)
+    described = {"layer": 1, "tokens": moment.tokens, "corpus": "noise"}
+    assert describe_second_moment(moment) == described
+    assert describe_second_moment([moment]) == [described]
+    assert describe_second_moment([Path("a")]) == ["a"]
+    assert [describe_second_moment(x) for x in (None, "find")] == ["identity", "find"]
+    rome = Rome(layer=1, prefixes=(), second_moment=moment)
+    assert rome.to_dict()["second_moment"] == described
+    assert rome.resolve(lm) == rome
+
+
+def test_settings_need_no_torch() -> None:
+    code = "import sys; from factscope import Rome; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    assert factscope.Rome is Rome
+
+
+# ---- a user's own editor
+
+
+class NoEdits(BoundEditor):
+    """Refuses every fact."""
+
+    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
+        raise BadFact("no")
+
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        return [BadFact("no") for _ in facts]
+
+
+@dataclass(frozen=True)
+class Stubborn(Editor):
+    """An editor that never edits."""
+
+    scale: float = 1.0
+
+    @property
+    def method(self) -> str:
+        return "stubborn"
+
+    def bind(self, lm: LM, facts: Sequence[Fact]) -> NoEdits:
+        return NoEdits()
+
+    def resolve(self, lm: LM) -> "Stubborn":
+        return self
+
+
+def test_a_users_editor_inherits_the_calls() -> None:
+    lm, own = text_lm("gpt2"), Stubborn()
+    assert own.to_dict() == {"scale": 1.0}
+    assert [str(error) for error in own.attempt(lm, FACTS)] == ["no"] * 3
+    for call in (own, own.each):
+        with pytest.raises(BadFact, match="no"):
+            call(lm, FACTS)
+    with pytest.raises(BadFact, match="no facts to write"):
+        own(lm, [])
+
+
+@pytest.mark.parametrize("name", ["method", "bind", "resolve"])
+def test_a_forgotten_method_is_an_error(name: str) -> None:
+    methods = {"method": Stubborn.method, "bind": Stubborn.bind, "resolve": Stubborn.resolve}
+    del methods[name]
+    with pytest.raises(TypeError, match=f"abstract method '?{name}"):
+        type("Incomplete", (Editor,), methods)()
+
+
+@pytest.mark.parametrize("name", ["edit", "attempt"])
+def test_a_forgotten_method_of_the_bound_editor_is_an_error(name: str) -> None:
+    methods = {"edit": NoEdits.edit, "attempt": NoEdits.attempt}
+    del methods[name]
+    with pytest.raises(TypeError, match=f"abstract method '?{name}"):
+        type("Incomplete", (BoundEditor,), methods)()
