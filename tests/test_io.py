@@ -153,7 +153,7 @@ class Server(BaseHTTPRequestHandler):
     """/whole sends the data, /short breaks off, /missing is a 404."""
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.server.requests.append(self.path)  # type: ignore[attr-defined]
         if self.path == "/missing":
             self.send_error(404)
             return
@@ -170,7 +170,7 @@ class Server(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setenv("no_proxy", "*")
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
-        running.asked = []  # type: ignore[attr-defined]
+        running.requests = []  # type: ignore[attr-defined]
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield running
@@ -190,7 +190,7 @@ def test_fetch_url_downloads_once_and_reports_progress(
     for _ in range(2):
         found = fetch_url(address(server, "/whole"), DIGEST, path, fractions.append)
         assert found.read_bytes() == DATA
-    assert server.asked == ["/whole"]  # type: ignore[attr-defined]
+    assert server.requests == ["/whole"]  # type: ignore[attr-defined]
     assert sum(fractions) == pytest.approx(1)
     assert contents(path.parent) == ["data"]
 

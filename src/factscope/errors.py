@@ -1,31 +1,13 @@
 """All errors as one tree. Catch `FactscopeError` for any of them.
 
-FactscopeError            a run failed (exit code 1)
-├── DidNotConverge        an edit's optimisation failed, or a training diverged
-├── UnsafeEdit            an edit failed its checks; it can be forced
-├── OutOfMemory           the smallest batch does not fit on the device
-├── ServerBusy            the server's job queue is full
-├── RunInterrupted        a run cannot continue, e.g. the disk is full; it can be resumed
-└── BadInput              the input or a setting cannot be used (exit code 2)
-    ├── BadFact           empty prompt, no slot for the subject, broken record in a facts file
-    │   ├── SubjectNotFound
-    │   └── PromptTooLong
-    ├── BadSetting        a flag or setting outside its range
-    ├── DataNotFound      unknown data set, or one that is neither local nor downloadable
-    ├── UnknownModel      no such short name, folder, file or hub id
-    ├── UnknownFamily     the model family has no entry in `lm.families.FAMILIES`
-    ├── BadModelFile      an unreadable GGUF or checkpoint, or one that does not fit its family
-    ├── HashMismatch      a download whose SHA-256 is not the expected one
-    ├── DownloadFailed    a download that failed
-    ├── BadEdit           an unreadable edit file, or an edit of another model
-    ├── BadRecord         an unreadable records file
-    ├── BadStats          unusable statistics, or those of another model or layer
-    ├── BadStudy          texts that cannot be compared, or answers to another study
-    ├── BadEditorWeights  a trained editor's weights are unreadable or for another model or layers
-    ├── BadRunFolder      an output folder that belongs to another run or cannot be resumed
-    ├── LimitExceeded     a request beyond the server's limits per visitor
-    ├── NotFound          no such edit, trace or run on the server
-    └── ForbiddenOrigin   a request from another site or under another host name
+FactscopeError: a run failed (exit code 1)
+├── DidNotConverge, UnsafeEdit, OutOfMemory, ServerBusy, RunInterrupted
+└── BadInput: the input or a setting cannot be used (exit code 2)
+    ├── BadFact, with SubjectNotFound and PromptTooLong
+    ├── BadSetting, DataNotFound, DownloadFailed, HashMismatch
+    ├── UnknownModel, UnknownFamily, BadModelFile
+    ├── BadEdit, BadEditorWeights, BadRecord, BadRunFolder, BadStats, BadStudy
+    └── LimitExceeded, NotFound, ForbiddenOrigin (of the server)
 
 Every message says what is wrong, shows the value and names the next step. The command line
 prints it without a traceback.

@@ -1,7 +1,7 @@
 """Atomic files and folders, checked downloads, and the cache folder.
 
 A file written here appears complete or not at all, also when the process is killed. A download is
-kept only if its SHA-256 is the expected one.
+used only if its SHA-256 is the expected one.
 """
 
 import contextlib

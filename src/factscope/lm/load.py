@@ -14,15 +14,7 @@ from factscope.lm.accel import best_device
 from factscope.lm.check import check_family
 from factscope.lm.families import family_of, unknown_family
 from factscope.lm.model import LM
-from factscope.lm.sources import (
-    DEFAULT_MODEL,
-    HubId,
-    Source,
-    local_folder,
-    quiet_transformers,
-    resolve_model,
-    unknown_model,
-)
+from factscope.lm.sources import DEFAULT_MODEL, model_folder, quiet_transformers, unknown_model
 
 __all__ = ["DTYPES", "LM", "from_model", "load"]
 
@@ -56,9 +48,9 @@ def load(
     target = _device(device) if device_map is None else None
     if device_map is not None:
         _check_device_map(device, device_map)
-    source = resolve_model(name)
-    with quiet_transformers(progress_bars=isinstance(source, HubId)):
-        model, tokenizer = _read(source, dtype=DTYPES[dtype], device_map=device_map)
+    folder = model_folder(name)
+    with quiet_transformers(progress_bars=folder is None):
+        model, tokenizer = _read(str(name), folder, dtype=DTYPES[dtype], device_map=device_map)
     if dtype in ("float32", "tf32"):
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     if target is not None:
@@ -139,17 +131,17 @@ def _too_large(name: str, device: str) -> BadSetting:
 # ---- reading
 
 
-def _read(source: Source, **options: Any) -> tuple[Any, Any]:
-    """The model and tokenizer of a source."""
-    if not isinstance(source, HubId):
-        return _read_checked(str(local_folder(source)), local_files_only=True, **options)
+def _read(hub_id: str, folder: Path | None, **options: Any) -> tuple[Any, Any]:
+    """The model and tokenizer of a folder, or of a hub id if there is none."""
+    if folder is not None:
+        return _read_checked(str(folder), local_files_only=True, **options)
     # A model in the hub's cache is used without a request: runs are repeatable and work offline.
     try:
-        return _from_pretrained(source.id, local_files_only=True, **options)
+        return _from_pretrained(hub_id, local_files_only=True, **options)
     except torch.OutOfMemoryError as error:
-        raise _too_large(source.id, "the devices") from error
+        raise _too_large(hub_id, "the devices") from error
     except Exception:
-        return _read_checked(source.id, local_files_only=False, **options)
+        return _read_checked(hub_id, local_files_only=False, **options)
 
 
 def _read_checked(place: str, **options: Any) -> tuple[Any, Any]:

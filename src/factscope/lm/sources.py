@@ -1,4 +1,4 @@
-"""Resolve a model name: a short name, a folder, a GGUF file or a hub id.
+"""Find a model by short name, folder, GGUF file or hub id.
 
 A GGUF is quantised and slow to read, so it is converted once: its dequantised weights and its
 tokenizer go into the cache as safetensors, from which they load in about a second.
@@ -20,17 +20,11 @@ __all__ = [
     "DEFAULT_MODEL",
     "SHORT_NAMES",
     "CachedModel",
-    "Folder",
-    "GgufFile",
-    "HubId",
-    "ShortName",
-    "Source",
     "WheelModel",
     "cached_models",
     "is_converted",
-    "local_folder",
+    "model_folder",
     "quiet_transformers",
-    "resolve_model",
     "unknown_model",
 ]
 
@@ -66,60 +60,35 @@ SHORT_NAMES: dict[str, WheelModel] = {
 }
 
 
-@dataclass(frozen=True)
-class ShortName:
-    """A key of `SHORT_NAMES`."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder with config.json, safetensors and a tokenizer."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """A GGUF file."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class HubId:
-    """A model of the Hugging Face hub, or in its cache."""
-
-    id: str
-
-
-Source = ShortName | Folder | GgufFile | HubId
-
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def resolve_model(name: str | Path) -> Source:
-    """What a name refers to; a short name takes precedence over a folder of the same name."""
+def model_folder(name: str | Path) -> Path | None:
+    """The local folder of a model, downloaded and converted if needed; None for a hub id.
+
+    A short name takes precedence over a folder of the same name.
+    """
     text = str(name)
     if text in SHORT_NAMES:
-        return ShortName(text)
+        return _short_name_folder(text)
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            return _folder(path)
-        if path.is_file():
-            return _gguf_file(path)
+            return _check_folder(path)
+        gguf = _check_gguf(path) if path.is_file() else None
     except (RuntimeError, OSError) as error:  # no such home, or a name too long for a path
         raise unknown_model(text[:80], str(error)[:80]) from error
+    if gguf is not None:
+        folder = _cache_path(gguf.stem, sha256(gguf))
+        return folder if folder.is_dir() else _convert(gguf, folder)
     looks_local = isinstance(name, Path) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
     # A hub id has an owner, except for a few old ones such as gpt2-xl.
     if looks_local or ("/" not in text and _similar_short_name(text)):
         raise unknown_model(text, "there is no such file or folder" if looks_local else "")
-    return HubId(text)
+    return None
 
 
-def _folder(path: Path) -> Folder:
+def _check_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         ggufs = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"; give the file itself: {path / ggufs[0]}" if ggufs else ""
@@ -131,14 +100,14 @@ def _folder(path: Path) -> Folder:
             + (f", only {', '.join(sorted(pickles)[:3])}; pickles are not read" if pickles else "")
             + "; write it with `model.save_pretrained(folder)`, which saves safetensors"
         )
-    return Folder(path)
+    return path
 
 
-def _gguf_file(path: Path) -> GgufFile:
+def _check_gguf(path: Path) -> Path:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise BadModelFile(f"{path} is not a GGUF file; give one, or a folder with safetensors")
-    return GgufFile(path.resolve())
+    return path.resolve()
 
 
 def unknown_model(name: str, reason: str = "") -> UnknownModel:
@@ -176,14 +145,14 @@ class CachedModel:
 
 def cached_models() -> list[CachedModel]:
     """The converted models in the cache."""
-    folders = sorted((cache_folder() / "models").glob("[!.]*/config.json"))
+    configs = (cache_folder() / "models").glob("[!.]*/config.json")
     return [
         CachedModel(
-            name=file.parent.name,
-            path=file.parent,
-            size=sum(p.stat().st_size for p in file.parent.rglob("*") if p.is_file()),
+            name=folder.name,
+            path=folder,
+            size=sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()),
         )
-        for file in folders
+        for folder in sorted(config.parent for config in configs)
     ]
 
 
@@ -192,25 +161,15 @@ def is_converted(name: str) -> bool:
     return _cache_path(name, SHORT_NAMES[name].sha256).is_dir()
 
 
-def local_folder(source: ShortName | Folder | GgufFile) -> Path:
-    """The folder that transformers can read; downloads and converts if needed."""
-    match source:
-        case Folder(path):
-            return path
-        case GgufFile(path):
-            folder = _cache_path(path.stem, sha256(path))
-            return folder if folder.is_dir() else _convert(path, folder)
-        case ShortName(name):
-            folder = _cache_path(name, SHORT_NAMES[name].sha256)
-            return folder if folder.is_dir() else _fetch_and_convert(name, folder)
-
-
 def _cache_path(name: str, digest: str) -> Path:
     return cache_folder() / "models" / f"{name}-{digest[:16]}-v{VERSION}"
 
 
-def _fetch_and_convert(name: str, folder: Path) -> Path:
+def _short_name_folder(name: str) -> Path:
     model = SHORT_NAMES[name]
+    folder = _cache_path(name, model.sha256)
+    if folder.is_dir():
+        return folder
     log.info("%s is not in the cache: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
     with scratch_folder(folder.parent) as scratch:
         wheel = fetch_wheel(model.requirement, model.sha256, scratch)
