@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from factscope.analysis.estimate import Estimate, estimate
-from factscope.analysis.metrics import SUCCESSES, case_metrics, harmonic_mean
+from factscope.analysis.metrics import SUCCESS_RATES, case_metrics, harmonic_mean
 from factscope.data.readers import read_cases
 from factscope.editing.edit import Edit
 from factscope.editing.settings import editor
@@ -70,7 +70,7 @@ def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> 
     seats = [next(number) if isinstance(edit, Edit) else None for edit in edits]
     scoring = ScoringOptions(length=0, attributes=False)
     found = [case_metrics(x) for x in score_cases(lm, cases, usable, seats, scoring=scoring)]
-    return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESSES}
+    return {name: estimate([x[name] for x in found if name in x]) for name in SUCCESS_RATES}
 
 
 def checks(edits: Sequence[Edit | Exception]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import torch
 from edit import SUBJECTS, prepared
 from factscope.data.readers import everyday_cases
 from factscope.editing.reference import reference_rome
-from factscope.evaluation.settings import ScoringOptions
 from factscope.evaluation.protocols import Evaluation
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case, Fact
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.model import LM
@@ -80,7 +80,7 @@ def plainly(lm: LM, case: Case, scoring: ScoringOptions) -> None:
     if scoring.length:
         coded = [encode(lm, text).ids for text in case.generations]
         draws = uniform_draws(list(map(str, range(len(coded)))), scoring.length, scoring.seed)
-        sample_texts(lm, coded, draws, k=scoring.top_k, steady=False)
+        sample_texts(lm, coded, draws, k=scoring.top_k, static=False)
 
 
 def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
@@ -90,7 +90,7 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
     evaluation = Evaluation(lm=lm, editor=rome, data="bench", method="rome", scoring=scoring)
 
     def ours() -> None:
-        records = evaluation.single(cases, evaluation.unedited(cases))
+        records = evaluation.single(cases, evaluation.score_unedited(cases))
         failed = [record.error for record in records if record.failed]
         assert not failed, failed[0]
 

@@ -20,10 +20,10 @@ from factscope.analysis.effects import (
     late_site,
     severed_comparison,
 )
-from factscope.records import TraceRecord, read_records
+from factscope.records import TraceRecord, read_trace_records
 from factscope.tracing.settings import PRESETS, Corruption, Tracing
 
-SEVERED = Tracing(sever=("mlp", "attn"), sever_rows="last_subject")
+SEVERED = Tracing(sever=("mlp", "attn"), sever_tokens="last_subject")
 RUNS = {
     "three-sigma": SEVERED,
     "paper-preset": PRESETS["paper"],
@@ -46,9 +46,9 @@ def trace_all(args: argparse.Namespace) -> None:
         run = TraceRun(
             model=args.model, dtype="float32", facts=args.facts, limit=args.limit, settings=settings
         )
-        begin = time.perf_counter()
-        run.go_on(lm, run.begin(lm, args.runs / name), run.read().facts)
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        start = time.perf_counter()
+        run.run(lm, run.create_or_open(lm, args.runs / name), run.read().facts)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def best_states(records: list[TraceRecord]) -> str:
@@ -64,7 +64,7 @@ def best_states(records: list[TraceRecord]) -> str:
 def summary(runs: Path) -> None:
     """The tables of docs/results.md."""
     folders = [runs / name for name in RUNS if (runs / name / "records.jsonl").is_file()]
-    everything = {f.name: list(read_records(f / "records.jsonl")) for f in folders}
+    everything = {f.name: list(read_trace_records(f / "records.jsonl")) for f in folders}
     print(
         "| corruption | facts | clean, % | corrupted, % | total effect, % | early site: AIE of "
         "states at the last subject token, at layer | stands out | late site: last token |"

@@ -225,7 +225,7 @@ def evaluation(
         method="any",
         scoring=ScoringOptions(length=length),
     )
-    return of_cases(plan.single(cases, plan.unedited(cases)))
+    return of_cases(plan.single(cases, plan.score_unedited(cases)))
 
 
 # ---- 2. two families in depth

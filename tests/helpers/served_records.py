@@ -13,11 +13,11 @@ from serving import TOWER
 
 
 def case_record(method: str, new: float) -> dict[str, Any]:
-    asked = {"new": abs(new), "true": 1.0, "new_right": True, "true_right": False}
+    asked = {"new": abs(new), "true": 1.0, "new_correct": True, "true_correct": False}
     texts = [f"{TOWER} is in Rome <script>alert(1)</script>"]
     scores = {
         "prompts": {"prompt": [asked], "paraphrase": [asked], "neighbour": [asked]},
-        "tokens": {}, "texts": texts, "reference": None,
+        "token_correct": {}, "texts": texts, "reference_similarity": None,
     }  # fmt: skip
     fact = {"subject": TOWER, "prompt": "{} is in", "target": "Rome", "id": "7"}
     return {

@@ -1,4 +1,4 @@
-"""Runs of evaluation: every protocol is its slow twin, and no kill, actor or case can spoil one."""
+"""Evaluation runs: each protocol against one case at a time; resuming, failing cases, Ray."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from factscope.editing.editor import Editor
-from factscope.editing.methods import editor
+from factscope.editing.settings import editor
 from factscope.errors import BadRunFolder, BadSetting, DidNotConverge, RunInterrupted
-from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.evaluation.cases import score_cases
 from factscope.evaluation.protocols import Evaluation
+from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
 from factscope.lm.load import load
 from factscope.lm.model import LM
@@ -29,14 +30,14 @@ from factscope.runs.ray import ray_executor
 
 from commands import saved_model
 from counterfact import record
-from processes import begun
+from processes import start_process
 
-QUIET: dict[str, dict[str, Any]] = {
+FAST: dict[str, dict[str, Any]] = {
     "rome": {"layer": 1, "second_moment": "identity", "prefixes": ()},
     "memit": {"layers": (0, 1), "second_moment": "identity", "prefixes": ()},
     "ft": {"layer": 1, "steps": 3},
 }
-"""Settings with which a tiny model is quickly edited."""
+"""Settings that edit a tiny model quickly."""
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +58,16 @@ def lm(model: Path) -> LM:
 def run_of(model: Path, folder: Path, method: str = "ft", cases: int = 10, **more: Any) -> Any:
     data = folder / f"cases-{cases}.json"
     data.write_text(json.dumps([record(i) for i in range(cases)]))
-    made: Any = editor(method, **QUIET[method])
+    made: Any = editor(method, **FAST[method])
     if method != "ft":
         made = replace(made, search=replace(made.search, steps=3))
-    fields = {"asking": ScoringOptions(length=10), "editor": made, "method": method, **more}
+    fields = {"scoring": ScoringOptions(length=10), "editor": made, "method": method, **more}
     return EvaluateRun(model=str(model), dtype="float32", data=data, name="counterfact", **fields)
 
 
 def evaluated(run: Any, lm: LM, folder: Path, **more: Any) -> list[CaseRecord]:
-    opened = run.begin(lm, folder)
-    run.go_on(lm, opened, run.read().cases, **more)
+    opened = run.create_or_open(lm, folder)
+    run.run(lm, opened, run.read().cases, **more)
     return opened.case_records()
 
 
@@ -75,8 +76,8 @@ def close(found: CaseRecord, wanted_after: Any) -> bool:
     assert found.after.texts == wanted_after.texts
     pairs = [
         (ours, theirs)
-        for kind, asked in found.after.prompts.items()
-        for ours, theirs in zip(asked, wanted_after.prompts[kind], strict=True)
+        for kind, scores in found.after.prompts.items()
+        for ours, theirs in zip(scores, wanted_after.prompts[kind], strict=True)
     ]
     return all(
         (a.new, a.true) == pytest.approx((b.new, b.true), rel=1e-4, abs=1e-5) for a, b in pairs
@@ -87,19 +88,19 @@ def close(found: CaseRecord, wanted_after: Any) -> bool:
 
 
 @pytest.mark.parametrize("method", ["rome", "ft", "memit"])
-def test_single_edits_are_as_written_restored_and_written_again(
+def test_single_edits_equal_each_edit_applied_alone(
     method: str, model: Path, lm: LM, tmp_path: Path
 ) -> None:
     run = run_of(model, tmp_path, method, cases=6)
     records = evaluated(run, lm, tmp_path / "run")
     assert [r.fact.id for r in records] == [str(i) for i in range(6)]
     for found, case in zip(records, run.read().cases, strict=True):
-        assert found.before == score_cases(lm, [case], asking=run.asking)[0] or close(
-            replace(found, after=found.before), score_cases(lm, [case], asking=run.asking)[0]
+        assert found.before == score_cases(lm, [case], scoring=run.scoring)[0] or close(
+            replace(found, after=found.before), score_cases(lm, [case], scoring=run.scoring)[0]
         )
         edit = run.editor.resolve(lm)(lm, [case.fact])
         with edit.applied(lm, force=True):
-            assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+            assert close(found, score_cases(lm, [case], scoring=run.scoring)[0])
         assert found.after != found.before
 
 
@@ -112,11 +113,11 @@ def test_a_batch_is_one_edit_for_all_its_facts(model: Path, lm: LM, tmp_path: Pa
         edit = run.editor.resolve(lm)(lm, [case.fact for case in some])
         with edit.applied(lm, force=True):
             for case, one in zip(some, found, strict=True):
-                assert close(one, score_cases(lm, [case], asking=run.asking)[0])
+                assert close(one, score_cases(lm, [case], scoring=run.scoring)[0])
 
 
 @pytest.mark.parametrize("method", ["rome", "ft"])
-def test_a_sequence_builds_up_and_is_scored_again_at_its_end(
+def test_sequential_edits_accumulate_and_are_scored_again_at_the_end(
     method: str, model: Path, lm: LM, tmp_path: Path
 ) -> None:
     run = run_of(model, tmp_path, method, cases=5, protocol="sequential")
@@ -131,32 +132,32 @@ def test_a_sequence_builds_up_and_is_scored_again_at_its_end(
     for case, found in zip(run.read().cases, at_edit, strict=True):
         edits.append(made(lm, [case.fact]))
         edits[-1].apply(lm, force=True)
-        assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+        assert close(found, score_cases(lm, [case], scoring=run.scoring)[0])
     for case, found in zip(run.read().cases, at_end, strict=True):
-        assert close(found, score_cases(lm, [case], asking=run.asking)[0])
+        assert close(found, score_cases(lm, [case], scoring=run.scoring)[0])
     for edit in edits:
         edit.revert(lm)
 
 
-def test_the_unedited_model_is_asked_once_for_all_methods(
+def test_the_unedited_model_is_scored_once_for_all_methods(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = evaluated(run_of(model, tmp_path, "ft"), lm, tmp_path / "a")
 
     def never(self: Evaluation, cases: Any) -> None:
-        raise AssertionError("asked again")
+        raise AssertionError("scored again")
 
-    monkeypatch.setattr(Evaluation, "unedited", never)
+    monkeypatch.setattr(Evaluation, "score_unedited", never)
     second = evaluated(run_of(model, tmp_path, "rome"), lm, tmp_path / "b")
     assert [r.before for r in first] == [r.before for r in second]
-    with pytest.raises(AssertionError, match="asked again"):
-        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=12)), lm, tmp_path / "c")
+    with pytest.raises(AssertionError, match="scored again"):
+        evaluated(run_of(model, tmp_path, scoring=ScoringOptions(length=12)), lm, tmp_path / "c")
 
 
 # ---- what can go wrong
 
 
-def test_a_case_that_fails_is_recorded_and_the_others_go_on(
+def test_a_failing_case_is_recorded_and_the_others_continue(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(model, tmp_path, cases=6)
@@ -177,19 +178,19 @@ def test_a_case_that_fails_is_recorded_and_the_others_go_on(
     assert records[2].before is not None
 
 
-def test_a_prompt_that_is_too_long_fails_alone(model: Path, lm: LM, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_fails_only_its_case(model: Path, lm: LM, tmp_path: Path) -> None:
     run = run_of(model, tmp_path, cases=4)
     cases = list(run.read().cases)
     assert lm.context is not None
     cases[1] = replace(cases[1], neighbours=("and so on " * lm.context,))
-    folder = run.begin(lm, tmp_path / "run")
-    run.go_on(lm, folder, cases)
+    folder = run.create_or_open(lm, tmp_path / "run")
+    run.run(lm, folder, cases)
     failed = [r.failed for r in folder.case_records()]
     assert failed == [False, True, False, False]
     assert "PromptTooLong" in (folder.case_records()[1].error or "")
 
 
-def test_a_full_disk_stops_the_run_and_it_goes_on_afterwards(
+def test_a_full_disk_interrupts_the_run_and_it_resumes(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(model, tmp_path)
@@ -202,7 +203,7 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_afterwards(
         sync(number)
 
     monkeypatch.setattr("factscope.runs.folder.os.fsync", full)
-    with pytest.raises(RunInterrupted, match=r"No space left.*the same command goes on"):
+    with pytest.raises(RunInterrupted, match=r"No space left.*the same command resumes"):
         evaluated(run, lm, tmp_path / "run")
     assert evaluated(run, lm, tmp_path / "run") == whole
 
@@ -212,23 +213,37 @@ def test_another_spec_is_refused_and_the_difference_shown(
 ) -> None:
     evaluated(run_of(model, tmp_path), lm, tmp_path / "run")
     with pytest.raises(BadRunFolder, match="length = 10"):
-        evaluated(run_of(model, tmp_path, asking=ScoringOptions(length=9)), lm, tmp_path / "run")
+        evaluated(run_of(model, tmp_path, scoring=ScoringOptions(length=9)), lm, tmp_path / "run")
 
 
 def test_an_empty_selection_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="no case"):
+    with pytest.raises(BadSetting, match="no case to evaluate"):
         run_of(model, tmp_path, limit=0).read()
+
+
+def test_a_folder_of_format_1_is_refused_with_its_version(
+    model: Path, lm: LM, tmp_path: Path
+) -> None:
+    run = run_of(model, tmp_path)
+    run.create_or_open(lm, tmp_path / "run")
+    path = tmp_path / "run" / "info.json"
+    info = json.loads(path.read_text())
+    assert info.pop("format") == 2
+    path.write_text(json.dumps(info))
+    with pytest.raises(BadRunFolder, match=r"run folder format 1.*resumes only format 2"):
+        run.create_or_open(lm, tmp_path / "run")
+    assert RunFolder.open(tmp_path / "run").case_records() == []
 
 
 # ---- kills
 
 
 class Killed(Exception):
-    """Stands for a kill at any moment between two records."""
+    """A kill between two records."""
 
 
 @pytest.mark.parametrize("protocol", ["single", "batch", "sequential"])
-def test_a_run_that_broke_off_anywhere_goes_on_to_the_same_records(
+def test_an_interrupted_run_resumes_to_the_same_records(
     protocol: str, model: Path, lm: LM, tmp_path: Path
 ) -> None:
     size = 3 if protocol == "batch" else None
@@ -236,38 +251,39 @@ def test_a_run_that_broke_off_anywhere_goes_on_to_the_same_records(
     whole = evaluated(run, lm, tmp_path / "whole")
     draw = random.Random(1)
 
-    def stop(count: list[int], n: int) -> None:
-        count[0] -= n
-        if count[0] < 0:
+    def stop(left: list[float], fraction: float) -> None:
+        left[0] -= fraction
+        if left[0] < 0:
             raise Killed
 
-    broken = 0
+    kills = 0
     while True:
         try:
             found = evaluated(
-                run, lm, tmp_path / "run", progress=partial(stop, [draw.randrange(1, 12)])
+                run,
+                lm,
+                tmp_path / "run",
+                progress=partial(stop, [draw.randrange(1, 12) / 9 + 0.01]),
             )
             break
         except Killed:
-            broken += 1
+            kills += 1
             with (tmp_path / "run" / "records.jsonl").open("a") as file:
-                file.write('{"kind": "case", "fa')  # what a kill leaves of a line
-    assert broken
+                file.write('{"kind": "case", "fa')  # an incomplete line
+    assert kills
     assert found == whole
 
 
 def go(model: Path, folder: Path) -> None:
-    """The run of 200 cases, from wherever it stands."""
+    """Run 200 cases, or resume the run."""
     run = run_of(model, folder.parent, cases=200)
     evaluated(run, load(str(model), device="cpu"), folder)
 
 
-def test_killed_five_times_a_run_of_200_cases_is_that_of_an_unbroken_one(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_five_times_equals_an_uninterrupted_one(model: Path, tmp_path: Path) -> None:
     records, draw = tmp_path / "run" / "records.jsonl", random.Random(2)
     for kill in range(5):
-        process = begun(go, model, tmp_path / "run")
+        process = start_process(go, model, tmp_path / "run")
         aim = 25 * kill + draw.randrange(1, 25)
         while process.is_alive() and _lines(records) < aim:
             time.sleep(0.005)
@@ -275,7 +291,7 @@ def test_killed_five_times_a_run_of_200_cases_is_that_of_an_unbroken_one(
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert _lines(records) < 200
-    last = begun(go, model, tmp_path / "run")
+    last = start_process(go, model, tmp_path / "run")
     last.join()
     assert last.exitcode == 0
     go(model, tmp_path / "whole")
@@ -292,12 +308,12 @@ def _lines(path: Path) -> int:
 
 
 def make(run: EvaluateRun, model: Path, deadly: Path) -> Evaluation:
-    """What an actor begins with; the first that sees the file `deadly` dies of its first piece."""
+    """The evaluation of an actor; the first that sees the file `deadly` is killed."""
     return Deadly(run.evaluation(load(str(model), device="cpu")), deadly)  # pyright: ignore
 
 
 class Deadly:
-    """An evaluation that takes its process with it, once."""
+    """An evaluation that kills its process, once."""
 
     def __init__(self, evaluation: Evaluation, file: Path) -> None:
         self.evaluation, self.file = evaluation, file
@@ -312,39 +328,39 @@ class Deadly:
         return self.evaluation.single(cases, before)
 
 
-def test_spread_over_ray_the_records_are_the_same_though_an_actor_dies(
+def test_records_from_ray_are_the_same_even_if_an_actor_dies(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That they are where none dies, test_training.py sees on the command line."""
+    """The command line with `ray` and no dead actor is tested in test_train.py."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # actors import this file
     run = run_of(model, tmp_path, cases=22)
     whole = evaluated(run, lm, tmp_path / "whole")
     deadly = tmp_path / "deadly"
     deadly.touch()
-    with ray_executor(partial(make, run, model, deadly), "single", workers=2) as crew:
-        found = evaluated(run, lm, tmp_path / "run", crew=crew)
+    with ray_executor(partial(make, run, model, deadly), "single", workers=2) as executor:
+        found = evaluated(run, lm, tmp_path / "run", executor=executor)
     assert not deadly.exists()
     assert sorted(found, key=lambda r: int(r.fact.id or 0)) == whole
 
 
-def test_a_sequence_is_not_spread() -> None:
+def test_ray_refuses_sequential_edits() -> None:
     with (
-        pytest.raises(BadSetting, match="cannot be spread"),
+        pytest.raises(BadSetting, match="depend on each other"),
         ray_executor(lambda: None, "sequential"),  # pyright: ignore
     ):
         pass
 
 
-def test_pieces_are_cut_at_the_same_places_whatever_is_done(
+def test_work_items_do_not_depend_on_what_is_done(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(model, tmp_path, cases=10)
     seen: list[tuple[str | None, ...]] = []
-    do = evaluating.run_item
+    run_item = evaluating.run_item
 
-    def watched(evaluation: Evaluation, protocol: Any, piece: WorkItem) -> Any:
-        seen.append(tuple(case.fact.id for case in piece.cases))
-        return do(evaluation, protocol, piece)
+    def watched(evaluation: Evaluation, protocol: Any, item: WorkItem) -> Any:
+        seen.append(tuple(case.fact.id for case in item.cases))
+        return run_item(evaluation, protocol, item)
 
     monkeypatch.setattr(evaluating, "run_item", watched)
     whole = evaluated(run, lm, tmp_path / "run")
@@ -356,7 +372,7 @@ def test_pieces_are_cut_at_the_same_places_whatever_is_done(
     assert again == whole
 
 
-def test_case_is_read_from_its_file(model: Path, tmp_path: Path) -> None:
+def test_cases_are_read_from_their_file(model: Path, tmp_path: Path) -> None:
     (case, *_) = run_of(model, tmp_path).read().cases
     assert isinstance(case, Case)
     assert case.true == "Rome"

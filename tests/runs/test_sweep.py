@@ -1,4 +1,4 @@
-"""Sweeps: every point is the evaluation that one would run alone, and no break spoils one."""
+"""Sweeps: each point equals the evaluation alone; interrupted sweeps resume; tables and figures."""
 
 import csv
 import json
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.metrics import Summary, summaries
+from factscope.analysis.metrics import Summary, summarize
 from factscope.analysis.sweep import Point, Sweep, grid_points, point_name
 from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.evaluation.protocols import Evaluation
 from factscope.records import read_case_records
 from factscope.report.figures.sweeps import sweep_figure
 from factscope.report.style import save_figure
-from factscope.report.sweeps import every_point, sweep_table, sweep_values, write_sweep_report
+from factscope.report.sweeps import all_points_table, sweep_table, sweep_to_dict, write_sweep_report
 from factscope.report.tables import as_csv, as_markdown
 from factscope.runs.folder import RunFolder
 from factscope.runs.sweep import read_failures, read_sweep
@@ -51,7 +51,7 @@ def run(factscope: Run, model: Path, tmp_path: Path) -> Run:
     return lambda command, *words: factscope(command, *words, *tiny)
 
 
-ROME = ("--no-stats", "--prefix-lengths", "none")
+ROME = ("--stats", "none", "--prefix-lengths", "none")
 
 
 def lines(folder: Path) -> list[Any]:
@@ -68,13 +68,13 @@ def assert_refused(result: Result, *words: str) -> None:
 # ---- points
 
 
-def test_points_are_the_evaluations_that_one_would_run_alone(run: Run, tmp_path: Path) -> None:
-    words = ("--layers", "0,2", "--tokens", "subject-last,last", *ROME)
+def test_each_point_equals_the_evaluation_run_alone(run: Run, tmp_path: Path) -> None:
+    words = ("--grid", "layer=0,2", "--grid", "token=subject-last,last", *ROME)
     swept = run("sweep", *words, "--out", "sweep")
     assert swept.code == 0, swept.err
     for layer in (0, 2):
         for token in ("subject-last", "last"):
-            alone = ("--layer", layer, "--token", token, "--length", 0, *ROME)
+            alone = ("--layer", layer, "--token", token, "--text-length", 0, *ROME)
             assert run("evaluate", *alone, "--out", f"{layer}-{token}").code == 0
             point = (
                 tmp_path
@@ -87,30 +87,39 @@ def test_points_are_the_evaluations_that_one_would_run_alone(run: Run, tmp_path:
                 assert mine.read_text() == theirs.read_text()
 
 
-def test_prefixes_of_knowledge_neurons(run: Run, tmp_path: Path) -> None:
-    kn = ("--method", "kn", "--limit", 1, "--neurons", 2)
-    assert run("sweep", *kn, "--prefix-lengths", "none;3x2", "--out", "sweep").code == 0
+def test_prefix_lengths_of_knowledge_neurons_are_swept(run: Run, tmp_path: Path) -> None:
+    kn = ("--method", "kn", "--limit", 1, "--max-neurons", 2)
+    assert run("sweep", *kn, "--grid", "prefix-lengths=none;3x2", "--out", "sweep").code == 0
     points = tmp_path / "sweep" / "points"
     assert {path.name for path in points.iterdir()} == {
         "prefix-lengths-none", "prefix-lengths-3x2"
     }  # fmt: skip
-    alone = (*kn, "--prefix-lengths", "3x2", "--length", 0, "--out", "alone")
+    alone = (*kn, "--prefix-lengths", "3x2", "--text-length", 0, "--out", "alone")
     assert run("evaluate", *alone).code == 0
     assert lines(points / "prefix-lengths-3x2") == lines(tmp_path / "alone")
-    assert_refused(run("sweep", *kn, "--layers", 1, "--out", "no"), "kn has no --layers")
+    assert_refused(run("sweep", *kn, "--grid", "layer=1", "--out", "no"), "kn has no --layer")
 
 
 @pytest.mark.parametrize(
     ("method", "max_change", "same"),
     [("ft", "0.01", "ft-l"), ("ft-l", "none", "ft"), ("attn", "0.01", "attn")],
 )
-def test_with_a_bound_it_is_ft_l_and_without_one_ft(
+def test_ft_with_a_bound_is_ft_l_and_ft_l_without_one_is_ft(
     method: str, max_change: str, same: str, run: Run, tmp_path: Path
 ) -> None:
-    words = ("--method", method, "--layers", 1, "--max-changes", max_change, "--limit", 2)
+    words = (
+        "--method",
+        method,
+        "--grid",
+        "layer=1",
+        "--grid",
+        f"max-change={max_change}",
+        "--limit",
+        2,
+    )
     assert run("sweep", *words, "--out", "sweep").code == 0
     more = () if max_change == "none" else ("--max-change", max_change)
-    alone = ("--method", same, "--layer", 1, *more, "--length", 0, "--limit", 2)
+    alone = ("--method", same, "--layer", 1, *more, "--text-length", 0, "--limit", 2)
     assert run("evaluate", *alone, "--out", "alone").code == 0
     (point,) = (tmp_path / "sweep" / "points").iterdir()
     assert point.name == f"layer-01,max-change-{max_change}"
@@ -118,8 +127,17 @@ def test_with_a_bound_it_is_ft_l_and_without_one_ft(
     assert lines(point)[0].method == same
 
 
-def test_attention_can_be_edited_without_a_bound(run: Run, tmp_path: Path) -> None:
-    words = ("--method", "attn", "--layers", "1", "--max-changes", "1e-9,none", "--limit", 2)
+def test_attention_is_edited_with_and_without_a_bound(run: Run, tmp_path: Path) -> None:
+    words = (
+        "--method",
+        "attn",
+        "--grid",
+        "layer=1",
+        "--grid",
+        "max-change=1e-9,none",
+        "--limit",
+        2,
+    )
     assert run("sweep", *words, "--out", "sweep").code == 0
     tight, free = read_sweep(tmp_path / "sweep").points
     assert tight.settings["max_change"] == 1e-9
@@ -127,22 +145,22 @@ def test_attention_can_be_edited_without_a_bound(run: Run, tmp_path: Path) -> No
     assert tight.summary != free.summary
 
 
-def test_the_unedited_model_is_asked_once(
+def test_the_unedited_model_is_scored_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[int] = []
-    ask = Evaluation.unedited
+    scored: list[int] = []
+    score_unedited = Evaluation.score_unedited
 
     def counted(self: Evaluation, cases: Any) -> Any:
-        asked.append(len(cases))
-        return ask(self, cases)
+        scored.append(len(cases))
+        return score_unedited(self, cases)
 
-    monkeypatch.setattr(Evaluation, "unedited", counted)
-    assert run("sweep", "--method", "ft", "--layers", "0-2", "--out", "sweep").code == 0
-    assert sum(asked) == 6
+    monkeypatch.setattr(Evaluation, "score_unedited", counted)
+    assert run("sweep", "--method", "ft", "--grid", "layer=0-2", "--out", "sweep").code == 0
+    assert sum(scored) == 6
 
 
-def test_statistics_of_all_layers_come_in_one_pass(
+def test_statistics_of_all_layers_are_collected_in_one_pass(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wanted: list[list[int]] = []
@@ -153,18 +171,16 @@ def test_statistics_of_all_layers_come_in_one_pass(
         return collect(lm, layers, *args, **more)
 
     monkeypatch.setattr(collecting, "collect", watched)
-    words = ("--layers", "0-2", "--prefix-lengths", "none", "--limit", 2, "--out", "sweep")
+    words = ("--grid", "layer=0-2", "--prefix-lengths", "none", "--limit", 2, "--out", "sweep")
     assert run("sweep", *words).code == 0
     assert wanted == [[0, 1, 2]]
     assert all(p.summary and p.error is None for p in read_sweep(tmp_path / "sweep").points)
 
 
-def test_a_point_whose_editor_does_not_work_is_noted_and_the_others_go_on(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_failing_point_is_noted_and_the_others_continue(run: Run, tmp_path: Path) -> None:
     for method, more in (("ft", ()), ("rome", ROME), ("rome", ("--prefix-lengths", "none"))):
         folder = tmp_path / f"sweep-{method}-{len(more)}"
-        words = ("--method", method, "--layers", "1,7,2", "--limit", 2, *more, "--out", folder)
+        words = ("--method", method, "--grid", "layer=1,7,2", "--limit", 2, *more, "--out", folder)
         found = run("sweep", *words)
         assert found.code == 0, found.err
         good, last, bad = read_sweep(folder).points
@@ -178,17 +194,17 @@ def test_a_point_whose_editor_does_not_work_is_noted_and_the_others_go_on(
         assert run("sweep", *words).code == 0
 
 
-# ---- broken off
+# ---- interrupted
 
 
 class Killed(BaseException):
-    """Stands for a kill."""
+    """A kill."""
 
 
-def test_a_sweep_that_broke_off_goes_on_to_the_same_records(
+def test_an_interrupted_sweep_resumes_to_the_same_records(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--method", "ft", "--layers", "0-2", "--max-changes", "0.01,none")
+    words = ("--method", "ft", "--grid", "layer=0-2", "--grid", "max-change=0.01,none")
     assert run("sweep", *words, "--out", "whole").code == 0
     append, count = RunFolder.append, iter(range(1, 1000))
 
@@ -198,14 +214,14 @@ def test_a_sweep_that_broke_off_goes_on_to_the_same_records(
             raise Killed
 
     monkeypatch.setattr(RunFolder, "append", deadly)
-    broken = 0
+    kills = 0
     while True:
         try:
             assert run("sweep", *words, "--out", "sweep").code == 0
             break
         except (Killed, pytest.fail.Exception):
-            broken += 1
-    assert broken == 4
+            kills += 1
+    assert kills == 4
     monkeypatch.undo()
     names = [p.name for p in sorted((tmp_path / "whole" / "points").iterdir())]
     assert len(names) == 6
@@ -218,15 +234,15 @@ def test_a_sweep_that_broke_off_goes_on_to_the_same_records(
 def test_a_complete_point_is_not_run_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--method", "ft", "--layers", "0,1", "--out", "sweep")
+    words = ("--method", "ft", "--grid", "layer=0,1", "--out", "sweep")
     first = run("sweep", *words)
     shutil.rmtree(tmp_path / "sweep" / "points" / "layer-01")
     seen: list[str] = []
-    go_on = Evaluation.single
+    single = Evaluation.single
 
     def watched(self: Evaluation, cases: Any, before: Any) -> Any:
         seen.append(str(getattr(self.editor, "layer", None)))
-        return go_on(self, cases, before)
+        return single(self, cases, before)
 
     monkeypatch.setattr(Evaluation, "single", watched)
     assert run("sweep", *words).out == first.out
@@ -240,7 +256,7 @@ def test_a_full_disk_stops_the_sweep(
         raise RunInterrupted("No space left")
 
     monkeypatch.setattr(RunFolder, "append", full)
-    stopped = run("sweep", "--method", "ft", "--layers", "0,1", "--out", "sweep")
+    stopped = run("sweep", "--method", "ft", "--grid", "layer=0,1", "--out", "sweep")
     assert stopped.code == 1
     assert "No space left" in stopped.err
     assert not read_failures(tmp_path / "sweep")
@@ -249,14 +265,14 @@ def test_a_full_disk_stops_the_sweep(
 # ---- numbers
 
 
-def test_the_table_says_what_the_records_say(run: Run, tmp_path: Path) -> None:
-    words = ("--method", "ft", "--layers", "0,1", "--out", "sweep")
+def test_tables_and_json_match_the_records(run: Run, tmp_path: Path) -> None:
+    words = ("--method", "ft", "--grid", "layer=0,1", "--out", "sweep")
     shown = run("sweep", *words).out
     found = json.loads(run("sweep", *words, "--json").out)
     assert found["grid"] == {"layer": [0, 1]}
     for layer, point in enumerate(found["points"]):
         records = lines(tmp_path / "sweep" / "points" / f"layer-{layer:02}")
-        before, after = summaries(records)
+        before, after = summarize(records)
         assert point["settings"] == {"layer": layer}
         for name in ("S", "ES", "PS", "NS"):
             mean = after.metrics[name].mean
@@ -271,8 +287,10 @@ def test_the_table_says_what_the_records_say(run: Run, tmp_path: Path) -> None:
     assert written["points"] == found["points"]
 
 
-def test_the_report_draws_a_sweep_again_without_torch(run: Run, tmp_path: Path) -> None:
-    shown = run("sweep", "--method", "ft", "--layers", "0,1", "--limit", 2, "--out", "sweep").out
+def test_a_sweep_is_reported_without_torch(run: Run, tmp_path: Path) -> None:
+    shown = run(
+        "sweep", "--method", "ft", "--grid", "layer=0,1", "--limit", 2, "--out", "sweep"
+    ).out
     shutil.rmtree(tmp_path / "sweep" / "report")
     again = reported_without_torch(tmp_path, "sweep")
     assert shown.splitlines()[:7] == again.splitlines()[:7]
@@ -303,7 +321,7 @@ GRIDS: list[dict[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_grid_has_a_figure_with_its_lines(grid: dict[str, Any], tmp_path: Path) -> None:
+def test_each_grid_has_a_figure_with_its_lines(grid: dict[str, Any], tmp_path: Path) -> None:
     sweep = a_sweep(grid)
     figure = sweep_figure(sweep)
     save_figure(figure, tmp_path / "figure.svg")
@@ -322,15 +340,15 @@ def test_every_grid_has_a_figure_with_its_lines(grid: dict[str, Any], tmp_path: 
     assert list(drawn) == pytest.approx([100 * value.mean for value in values if value])
 
 
-def test_lines_are_across_the_layer_or_whatever_has_several_values() -> None:
-    assert [a_sweep(grid).across for grid in GRIDS] == [
+def test_the_x_axis_is_the_first_axis_with_several_values() -> None:
+    assert [a_sweep(grid).x_axis for grid in GRIDS] == [
         "layer", "layer", "max_change", "prefix_lengths", "token"
     ]  # fmt: skip
     assert [len(a_sweep(grid).lines) for grid in GRIDS] == [4, 3, 1, 1, 1]
     assert a_sweep(GRIDS[2]).fixed == {"layer": 33}
 
 
-def test_the_best_of_a_column_is_marked_and_a_missing_point_is_not_known() -> None:
+def test_the_best_of_a_column_is_bold_and_a_failed_point_is_blank() -> None:
     sweep = a_sweep({"layer": [0, 1, 2]})
     lost = replace(sweep.points[1], summary=None, error="BadSetting: layer is 1")
     sweep = replace(sweep, points=(sweep.points[0], lost, sweep.points[2]))
@@ -338,18 +356,18 @@ def test_the_best_of_a_column_is_marked_and_a_missing_point_is_not_known() -> No
     assert "**52.0 (2.0)**" in text
     assert "| 1 | – | – | – |" in text
     assert "layer-01: BadSetting: layer is 1" in text
-    assert ",BadSetting: layer is 1," in as_csv(every_point(sweep))
-    assert sweep_values(sweep)["points"][1]["metrics"] == {}
+    assert ",BadSetting: layer is 1," in as_csv(all_points_table(sweep))
+    assert sweep_to_dict(sweep)["points"][1]["metrics"] == {}
     sweep_figure(sweep)
 
 
-def test_nothing_scored_is_nothing_to_report(tmp_path: Path) -> None:
+def test_a_sweep_without_scores_is_not_reported(tmp_path: Path) -> None:
     lost = Point(settings={"layer": 9}, summary=None, error="BadSetting: no layer 9")
     with pytest.raises(BadRecord, match="no layer 9"):
         write_sweep_report(a_sweep({"layer": [9]}, points=(lost,)), tmp_path)
 
 
-def test_points_have_names_of_their_own() -> None:
+def test_point_names_are_distinct() -> None:
     grid = {
         "layer": [3],
         "max_change": [1e-4, 5e-4, "none"],
@@ -365,42 +383,47 @@ def test_points_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "message"),
     [
         ((), "a sweep needs a grid"),
-        (("--tokens", " , "), "--tokens names nothing"),
-        (("--tokens", "middle"), "--tokens 'middle' is not one of"),
-        (("--layers", "five"), "'five' is no number"),
-        (("--max-changes", "1e-4"), "rome has no --max-changes"),
-        (("--method", "ft", "--tokens", "last"), "ft has no --tokens"),
+        (("--grid", "token= , "), "it has no values"),
+        (("--grid", "token=middle"), "--token is 'middle'; choose from"),
+        (("--grid", "layer=five"), "--layer is 'five'; write 5, 3-8"),
+        (("--grid", "max-change=1e-4"), "rome has no --max-change"),
+        (("--method", "ft", "--grid", "token=last"), "ft has no --token"),
         (("--method", "ft", "--prefix-lengths", "none"), "ft has no --prefix-lengths"),
-        (("--method", "ft", "--max-changes", "wide"), "the bound 'wide' is no number"),
-        (("--method", "ft", "--max-changes", "0"), "above 0"),
-        (("--method", "memit", "--layers", "0-2"), "memit spreads over several layers"),
+        (("--method", "ft", "--grid", "max-change=wide"), "--max-change is 'wide'; give a number"),
+        (("--method", "ft", "--grid", "max-change=0"), "more than 0"),
+        (("--method", "memit", "--grid", "layer=0-2"), "it edits several layers at once"),
         (("--prefix-lengths", "5by10"), "TOKENSxCOUNT"),
-        (("--layers", "0", "--batch-size", 2), "--batch-size goes with"),
-        (("--layers", "0", "--on", "mars"), "--on 'mars'"),
+        (("--grid", "layer=0", "--facts-per-edit", 2), "--facts-per-edit goes with"),
+        (("--grid", "layer=0", "--engine", "mars"), "--engine is 'mars'"),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused(words: tuple, said: str, run: Run) -> None:
-    assert_refused(run("sweep", *words, "--out", "sweep"), said)
+def test_a_bad_grid_is_refused(flags: tuple, message: str, run: Run) -> None:
+    assert_refused(run("sweep", *flags, "--out", "sweep"), message)
 
 
 def test_a_sweep_needs_a_folder(run: Run) -> None:
-    assert_refused(run("sweep", "--layers", 0), "--out FOLDER")
+    assert_refused(run("sweep", "--grid", "layer=0"), "--out is required")
 
 
-def test_another_grid_is_refused_and_the_difference_shown(run: Run, tmp_path: Path) -> None:
+def test_another_grid_is_refused_and_the_difference_is_shown(run: Run, tmp_path: Path) -> None:
     words = ("--method", "ft", "--limit", 1, "--out", "sweep")
-    assert run("sweep", "--layers", "0", *words).code == 0
-    assert_refused(run("sweep", "--layers", "1", *words), "belongs to another run", "+")
+    assert run("sweep", "--grid", "layer=0", *words).code == 0
+    assert_refused(run("sweep", "--grid", "layer=1", *words), "belongs to another run", "+")
     (tmp_path / "sweep" / "spec.toml").write_text('command = "sweep"\n')
     with pytest.raises(BadRunFolder, match="no grid"):
+        read_sweep(tmp_path / "sweep")
+    (tmp_path / "sweep" / "spec.toml").write_text("[grid]\nbound = [0.1]\n")
+    with pytest.raises(BadRunFolder, match=r"'bound'.*run folder format 1"):
         read_sweep(tmp_path / "sweep")
 
 
 def test_a_sweep_is_reported_alone(run: Run, factscope: Run) -> None:
-    assert run("sweep", "--method", "ft", "--layers", 0, "--limit", 1, "--out", "a").code == 0
-    assert run("evaluate", "--method", "ft", "--limit", 1, "--length", 0, "--out", "b").code == 0
+    assert run("sweep", "--method", "ft", "--grid", "layer=0", "--limit", 1, "--out", "a").code == 0
+    assert (
+        run("evaluate", "--method", "ft", "--limit", 1, "--text-length", 0, "--out", "b").code == 0
+    )
     assert_refused(factscope("report", "a", "b"), "one sweep, one training, or evaluations only")
-    assert_refused(factscope("report", "a", "--cases", "1"), "say nothing of a sweep")
+    assert_refused(factscope("report", "a", "--cases", "1"), "do not apply to a sweep")
