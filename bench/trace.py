@@ -16,7 +16,7 @@ default model's tokenizer has them.
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,43 +27,16 @@ import torch
 from factscope.facts import Fact
 from factscope.lm.memory import Budget, parse_bytes
 from factscope.lm.model import LM
-from factscope.lm.tokens import Prompt, encode_fact
+from factscope.lm.tokens import encode_fact
 from factscope.records import KINDS
-from factscope.tracing.corruption import NoiseScale
+from factscope.tracing.corruption import NoiseScale, default_noise_scale
 from factscope.tracing.reference import ReferenceTrace
 from factscope.tracing.settings import Corruption, Tracing
-from factscope.tracing.trace import CleanAnswer, batches, default_scale, trace_batch
+from factscope.tracing.trace import CleanAnswer, batches_by_length, trace_batch
 
-from shapes import SHAPES, Clock, shaped
+from shapes import SHAPES, SUBJECT, Clock, Place, random_prompts, shaped
 
-SUBJECT = (0, 4)
-"""The subject comes first: no token is spared."""
 PROMPT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
-
-
-Place = tuple[int, tuple[int, int]]
-"""A prompt's length and its subject's tokens."""
-
-
-def random_questions(lm: LM, places: Sequence[Place]) -> list[CleanAnswer]:
-    """Prompts of random tokens, of the given lengths."""
-    rng = np.random.default_rng(0)
-    vocabulary = lm.embed.weight.shape[0]
-    return [
-        CleanAnswer(
-            fact=Fact(subject=str(i), prompt="{}"),
-            prompt=Prompt(
-                ids=tuple(int(x) for x in rng.integers(vocabulary, size=tokens)),
-                offsets=((0, 0),) * tokens,
-                texts=("?",) * tokens,
-            ),
-            subject=subject,
-            answer=0,
-            clean=0.0,
-            known=True,
-        )
-        for i, (tokens, subject) in enumerate(places)
-    ]
 
 
 def places_of(facts: Path) -> list[Place]:
@@ -76,34 +49,41 @@ def places_of(facts: Path) -> list[Place]:
     return [(len(prompt), subject) for prompt, subject in coded]
 
 
-def cells(plain: ReferenceTrace, n_layers: int, wanted: int | None) -> Iterator[tuple[int, int]]:
-    everything = [(t, layer) for t in range(plain.length) for layer in range(n_layers)]
+def cells(
+    slow_trace: ReferenceTrace, n_layers: int, wanted: int | None
+) -> Iterator[tuple[int, int]]:
+    everything = [(t, layer) for t in range(slow_trace.length) for layer in range(n_layers)]
     step = 1 if wanted is None else max(1, len(everything) // wanted)
     return islice(everything, step // 2, None, step)
 
 
 def reference(
-    lm: LM, q: CleanAnswer, scale: NoiseScale, settings: Tracing, wanted: int | None, clock: Clock
+    lm: LM,
+    answer: CleanAnswer,
+    scale: NoiseScale,
+    settings: Tracing,
+    wanted: int | None,
+    clock: Clock,
 ) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
     """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
-    plain = ReferenceTrace.of(lm, q, settings, scale)
+    slow_trace = ReferenceTrace.of(lm, answer, settings, scale)
     found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
     for kind in KINDS:
         values: dict[tuple[int, int], float] = {}
-        chosen = list(cells(plain, lm.n_layers, wanted))
+        chosen = list(cells(slow_trace, lm.n_layers, wanted))
 
         def run(kind: str = kind, chosen: list = chosen, values: dict = values) -> None:
             for t, layer in chosen:
-                values[t, layer] = plain.restored(kind, t, layer)
+                values[t, layer] = slow_trace.restored(kind, t, layer)
 
-        seconds = clock(run) * plain.length * lm.n_layers / len(chosen)
+        seconds = clock(run) * slow_trace.length * lm.n_layers / len(chosen)
         found[kind] = (seconds, values)
     return found
 
 
 def median_time(
     lm: LM,
-    q: CleanAnswer,
+    answer: CleanAnswer,
     settings: Tracing,
     scale: NoiseScale,
     budget: Budget,
@@ -111,36 +91,36 @@ def median_time(
     clock: Clock,
 ) -> float:
     def run() -> None:
-        trace_batch(lm, [q], settings, scale, budget)
+        trace_batch(lm, [answer], settings, scale, budget)
 
     return statistics.median(clock(run) for _ in range(repeat))
 
 
 def compare(
-    lm: LM, q: CleanAnswer, scale: NoiseScale, args: argparse.Namespace, clock: Clock
+    lm: LM, answer: CleanAnswer, scale: NoiseScale, args: argparse.Namespace, clock: Clock
 ) -> None:
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    q = replace(q, answer=ReferenceTrace.of(lm, q, settings, scale).answer)
+    answer = replace(answer, answer_id=ReferenceTrace.of(lm, answer, settings, scale).answer)
     slow = {} if args.no_reference else reference(
-        lm, q, scale, settings, args.reference_cells, clock
+        lm, answer, scale, settings, args.reference_cells, clock
     )  # fmt: skip
     totals = [0.0, 0.0]
     for kind in KINDS:
         one = replace(settings, kinds=(kind,))
-        record = trace_batch(lm, [q], one, scale, budget)[0]
-        ours = median_time(lm, q, one, scale, budget, args.repeat, clock)
+        record = trace_batch(lm, [answer], one, scale, budget)[0]
+        ours = median_time(lm, answer, one, scale, budget, args.repeat, clock)
         if kind not in slow:
             print(f"| {kind} | | {ours:.3f} | | |")
             continue
         seconds, values = slow[kind]
         table = np.array(record.restored[kind])
-        gap = max(abs(table[cell] / p - 1) for cell, p in values.items())
+        difference = max(abs(table[cell] / p - 1) for cell, p in values.items())
         totals = [totals[0] + seconds, totals[1] + ours]
-        print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {gap:.0e} |")
+        print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {difference:.0e} |")
     if len(slow) == len(KINDS):
-        together = median_time(lm, q, settings, scale, budget, args.repeat, clock)
+        together = median_time(lm, answer, settings, scale, budget, args.repeat, clock)
         print(f"| all three | {totals[0]:.2f} | {together:.3f} | {totals[0] / together:.1f}× | |")
 
 
@@ -152,8 +132,8 @@ def many(lm: LM, scale: NoiseScale, args: argparse.Namespace, clock: Clock) -> N
     if args.like:
         everything = places_of(args.like)
         places = everything[:: max(1, len(everything) // args.facts)][: args.facts]
-    questions = random_questions(lm, places)
-    groups = list(batches(lm, questions, settings, budget))
+    answers = random_prompts(lm, places)
+    groups = list(batches_by_length(lm, answers, settings, budget))
     trace_batch(lm, groups[0], settings, scale, budget)
 
     def run() -> None:
@@ -174,24 +154,24 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
     weights = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     if args.shape:
         lm = shaped(args.shape, args.device, weights)
-        [question], scale = random_questions(lm, [(args.tokens, SUBJECT)]), NoiseScale(sigma=0.02)
+        [answer], scale = random_prompts(lm, [(args.tokens, SUBJECT)]), NoiseScale(sigma=0.02)
     else:
         from factscope.lm.load import load
 
         lm = load(args.model, device=args.device, dtype=dtype)
         prompt, subject = encode_fact(lm, PROMPT)
-        scale = default_scale(lm, Corruption(), [PROMPT])
-        question = CleanAnswer(
-            fact=PROMPT, prompt=prompt, subject=subject, answer=0, clean=0.0, known=True
+        scale = default_noise_scale(lm, Corruption(), [PROMPT])
+        answer = CleanAnswer(
+            fact=PROMPT, prompt=prompt, subject=subject, answer_id=0, probability=0.0, known=True
         )
     clock = Clock(device.type == "cuda")
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
-    print(f"\n**{lm.name}, {dtype}**, {len(question.prompt)} tokens, {args.samples} samples\n")
+    print(f"\n**{lm.name}, {dtype}**, {len(answer.prompt)} tokens, {args.samples} samples\n")
     if not args.no_single:
         print("| kind | reference, s | factscope, s | ratio | largest relative difference |")
         print("|---|---|---|---|---|")
-        compare(lm, question, scale, args, clock)
+        compare(lm, answer, scale, args, clock)
     if args.facts:
         many(lm, scale, args, clock)
     if clock.cuda:

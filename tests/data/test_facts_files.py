@@ -24,7 +24,8 @@ def written(path: Path, *records: Any) -> Path:
 
 def test_everyday_facts_are_complete() -> None:
     facts = everyday_facts()
-    assert len(facts) >= 20
+    assert len(facts) >= 60
+    assert len({fact.id for fact in facts}) == len(facts)
     assert all(fact.target and fact.subject in fact.text for fact in facts)
     assert len({fact.text for fact in facts}) == len(facts)
 

@@ -1,4 +1,4 @@
-"""Integrated gradients: exact gradients along the path, and attributions that add up."""
+"""Integrated gradients: exact gradients along the path, and complete attributions."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ IDS = (5, 9, 20, 33, 4)
 
 
 def probability(lm: LM, kind: str, layer: int, scale: torch.Tensor) -> torch.Tensor:
-    """P of every token with a layer's states or contributions multiplied by something."""
+    """The next-token distribution with a layer's states or contributions scaled."""
 
-    def multiplied(out: torch.Tensor) -> torch.Tensor:
+    def scaled(out: torch.Tensor) -> torch.Tensor:
         return (out.view(1, len(IDS), -1) * scale).view(out.shape)
 
     module = lm.blocks[layer] if kind == "states" else lm.contribution(kind, layer)
-    with hook_outputs((module, multiplied)):
+    with hook_outputs((module, scaled)):
         return lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)
 
 
@@ -29,7 +29,7 @@ def answer(lm: LM) -> int:
 
 @pytest.mark.parametrize("kind", ["mlp", "attn"])
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "llama", "bloom", "falcon", "opt", "gpt_neo"])
-def test_a_layers_attributions_add_up_to_what_it_explains(family: str, kind: str) -> None:
+def test_a_layers_attributions_add_up_to_its_effect(family: str, kind: str) -> None:
     lm = tiny(family)
     found = attributions(lm, IDS, answer(lm), kind, layer=1, steps=100).sum()
     ends = [probability(lm, kind, 1, torch.full((1,), x))[answer(lm)] for x in (1.0, 0.0)]
@@ -37,7 +37,7 @@ def test_a_layers_attributions_add_up_to_what_it_explains(family: str, kind: str
 
 
 @pytest.mark.parametrize("kind", ["mlp", "attn"])
-def test_a_single_states_attributions_add_up_to_what_it_explains(kind: str) -> None:
+def test_a_single_states_attributions_add_up_to_its_effect(kind: str) -> None:
     lm = tiny("llama")
     found = attributions(lm, IDS, answer(lm), kind, layer=1, path="state")[2].sum()
     without = torch.ones(1, len(IDS), 1)
@@ -47,27 +47,27 @@ def test_a_single_states_attributions_add_up_to_what_it_explains(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["states", "mlp", "attn"])
-def test_one_step_is_the_gradient_at_the_middle_of_the_path(lm: LM, kind: str) -> None:
+def test_one_node_is_the_gradient_at_the_middle_of_the_path(lm: LM, kind: str) -> None:
     """With one Gauss–Legendre node IG(h) = h ⊙ ∂P/∂h at h/2; autograd through hooks agrees."""
-    lead = answer(lm)
-    kept: list[torch.Tensor] = []
+    token = answer(lm)
+    captured: list[torch.Tensor] = []
 
     def halved(out: torch.Tensor) -> torch.Tensor:
-        kept.append((out.detach() / 2).requires_grad_())
-        return kept[-1].clone()
+        captured.append((out.detach() / 2).requires_grad_())
+        return captured[-1].clone()
 
     module = lm.blocks[1] if kind == "states" else lm.contribution(kind, 1)
     with hook_outputs((module, halved)), torch.enable_grad():
-        p = lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)[lead]
-        [gradient] = torch.autograd.grad(p, kept)
-    wanted = (2 * kept[0] * gradient).detach().view(len(IDS), -1)
-    found = attributions(lm, IDS, lead, kind, layer=1, steps=1)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+        p = lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)[token]
+        [gradient] = torch.autograd.grad(p, captured)
+    expected = (2 * captured[0] * gradient).detach().view(len(IDS), -1)
+    found = attributions(lm, IDS, token, kind, layer=1, steps=1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_table_holds_the_norm_at_every_state() -> None:
+def test_the_table_has_the_norm_at_every_state() -> None:
     lm = tiny("gpt2")
     table = integrated_gradients(lm, IDS, answer(lm), "mlp", steps=3)
     assert table.shape == (len(IDS), LAYERS)
-    wanted = attributions(lm, IDS, answer(lm), "mlp", 2, steps=3).norm(dim=-1)
-    torch.testing.assert_close(table[:, 2], wanted)
+    expected = attributions(lm, IDS, answer(lm), "mlp", 2, steps=3).norm(dim=-1)
+    torch.testing.assert_close(table[:, 2], expected)

@@ -8,9 +8,9 @@ from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.tracing import known
-from factscope.tracing.known import find_known, words_before
+from factscope.tracing.known import find_known, text_before_target
 
-from families import reader
+from families import tiny_text_lm
 
 GENERATED = [
     ("Paris", " Paris, France", " "),
@@ -39,13 +39,13 @@ GENERATED = [
 
 
 @pytest.mark.parametrize(("target", "text", "expected"), GENERATED)
-def test_words_before(target: str, text: str, expected: str | None) -> None:
-    assert words_before(target, text) == expected
+def test_the_text_before_the_target(target: str, text: str, expected: str | None) -> None:
+    assert text_before_target(target, text) == expected
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> LM:
-    return reader("gpt2", spread=0.2)
+    return tiny_text_lm("gpt2", spread=0.2)
 
 
 def test_find_known_extends_the_prompt_up_to_the_object(
@@ -70,8 +70,8 @@ def test_find_known_extends_the_prompt_up_to_the_object(
         Fact(subject="Colosseum", prompt="The {} is in", target="Rome"),
         Fact(subject="Nile", prompt="The {} is", target="Egypt"),
     ]
-    counted: list[int] = []
-    found = list(find_known(gpt2, facts, tokens=7, batch=3, progress=counted.append))
+    fractions: list[float] = []
+    found = list(find_known(gpt2, facts, max_new_tokens=7, batch_size=3, progress=fractions.append))
     assert found == [
         (
             Fact(
@@ -87,7 +87,7 @@ def test_find_known_extends_the_prompt_up_to_the_object(
     ]
     assert [tokens for _, tokens in calls] == [7, 7]
     assert [len(texts) for texts, _ in calls] == [3, 1]
-    assert counted == [3, 1]
+    assert fractions == [3 / 4, 1 / 4]
 
 
 def test_find_known_needs_targets(gpt2: LM) -> None:

@@ -1,4 +1,4 @@
-"""A trace that comes piece by piece ends as the trace that comes at once."""
+"""A streamed trace: its updates add up to the record of `trace`."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from factscope.facts import Fact
 from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt
+from factscope.progress import no_progress
 from factscope.records import TraceRecord
 from factscope.tracing.corruption import NoiseScale
 from factscope.tracing.settings import Corruption, Tracing
@@ -25,48 +26,48 @@ SETTINGS = Tracing(
 BUDGET = Budget(2**28)
 
 
-def question(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> CleanAnswer:
+def clean_answer(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> CleanAnswer:
     ids = tuple(np.random.default_rng(7).integers(3, 99, length).tolist())
     logits = lm.model(torch.tensor([ids])).logits[0, -1]
     return CleanAnswer(
         fact=Fact(subject="s", prompt="{}"),
         prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
         subject=subject,
-        answer=int(logits.argmax()),
-        clean=logits.softmax(-1).max().item(),
+        answer_id=int(logits.argmax()),
+        probability=logits.softmax(-1).max().item(),
         known=True,
     )
 
 
-def pieces(lm: LM, q: CleanAnswer, settings: Tracing, progress=lambda share: None) -> list:
-    return list(stream_answer(lm, q, settings, SCALE, BUDGET, progress))
+def streamed(lm: LM, answer: CleanAnswer, settings: Tracing, progress=no_progress) -> list:
+    return list(stream_answer(lm, answer, settings, SCALE, BUDGET, progress))
 
 
-def assert_close(one: TraceRecord, other: TraceRecord) -> None:
+def assert_close(a: TraceRecord, b: TraceRecord) -> None:
     for field in ("restored", "severed", "gradients"):
-        mine, theirs = getattr(one, field), getattr(other, field)
-        assert mine.keys() == theirs.keys()
-        for kind in mine:
-            x, y = (np.array(grids[kind], dtype=float) for grids in (mine, theirs))
+        ours, theirs = getattr(a, field), getattr(b, field)
+        assert ours.keys() == theirs.keys()
+        for kind in ours:
+            x, y = (np.array(tables[kind], dtype=float) for tables in (ours, theirs))
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-9, err_msg=f"{field} {kind}")
     empty = {"restored": {}, "severed": {}, "gradients": {}}
-    assert replace(one, **empty) == replace(other, **empty)
+    assert replace(a, **empty) == replace(b, **empty)
 
 
-def drawn(found: list, table: str, kind: str, shape: tuple[int, int]) -> np.ndarray:
-    """What a page shows that draws every piece over the ones before."""
+def displayed(found: list, table: str, kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """A table after every update has overwritten its cells."""
     picture = np.full(shape, np.nan)
-    for piece in found:
-        if isinstance(piece, CellUpdate) and (piece.table, piece.kind) == (table, kind):
-            where = np.ix_(list(piece.tokens), list(piece.layers))
-            picture[where] = np.array(piece.values, dtype=float)
+    for update in found:
+        if isinstance(update, CellUpdate) and (update.table, update.kind) == (table, kind):
+            where = np.ix_(list(update.tokens), list(update.layers))
+            picture[where] = np.array(update.values, dtype=float)
     return picture
 
 
-def test_the_last_record_is_that_of_the_whole_trace(lm: LM) -> None:
-    q = question(lm)
-    found = pieces(lm, q, SETTINGS)
-    [whole] = trace_batch(lm, [q], SETTINGS, SCALE, BUDGET)
+def test_the_last_record_equals_that_of_trace(lm: LM) -> None:
+    answer = clean_answer(lm)
+    found = streamed(lm, answer, SETTINGS)
+    [whole] = trace_batch(lm, [answer], SETTINGS, SCALE, BUDGET)
     assert_close(found[-1], whole)
 
 
@@ -76,58 +77,58 @@ def llama() -> LM:
 
 
 @pytest.mark.parametrize("rows", ["all", "last_subject"])
-def test_the_pieces_add_up_to_the_tables(llama: LM, rows: str) -> None:
-    q = question(llama)
-    settings = replace(SETTINGS, sever_rows=rows)
-    first, *found, last = pieces(llama, q, settings)
+def test_the_updates_add_up_to_the_tables(llama: LM, rows: str) -> None:
+    answer = clean_answer(llama)
+    settings = replace(SETTINGS, sever_tokens=rows)
+    first, *found, last = streamed(llama, answer, settings)
     assert isinstance(first, TraceRecord)
     assert (first.restored, first.severed, first.gradients) == ({}, {}, {})
     assert first.corrupted == last.corrupted
     shape = (6, llama.n_layers)
     for table in ("restored", "severed", "gradients"):
-        for kind, grid in getattr(last, table).items():
-            wanted = np.array(grid, dtype=float)
-            np.testing.assert_array_equal(drawn(found, table, kind, shape), wanted)
-    [whole] = trace_batch(llama, [q], settings, SCALE, BUDGET)
+        for kind, values in getattr(last, table).items():
+            expected = np.array(values, dtype=float)
+            np.testing.assert_array_equal(displayed(found, table, kind, shape), expected)
+    [whole] = trace_batch(llama, [answer], settings, SCALE, BUDGET)
     assert_close(last, whole)
 
 
 def test_the_first_cells_are_of_the_last_token_in_one_sample(llama: LM) -> None:
-    _, *found, _ = pieces(llama, question(llama, subject=(0, 2)), SETTINGS)
+    _, *found, _ = streamed(llama, clean_answer(llama, subject=(0, 2)), SETTINGS)
     assert (found[0].tokens, found[0].samples, found[0].kind) == ((5,), 1, "states")
-    assert [piece.kind for piece in found[:3]] == ["states", "mlp", "attn"]
+    assert [update.kind for update in found[:3]] == ["states", "mlp", "attn"]
     assert found[-1].table == "gradients"
 
 
-def test_shares_add_up_to_one(llama: LM) -> None:
-    shares: list[float] = []
-    pieces(llama, question(llama), SETTINGS, shares.append)
-    assert sum(shares) == pytest.approx(1)
-    assert len(shares) > 50
+def test_progress_adds_up_to_one(llama: LM) -> None:
+    fractions: list[float] = []
+    streamed(llama, clean_answer(llama), SETTINGS, fractions.append)
+    assert sum(fractions) == pytest.approx(1)
+    assert len(fractions) > 50
 
 
-def test_what_done_raises_stops_the_work_and_leaves_no_hook(llama: LM) -> None:
-    heard = 0
+def test_an_exception_in_progress_stops_the_trace_and_leaves_no_hook(llama: LM) -> None:
+    calls = 0
 
-    def stop(share: float) -> None:
-        nonlocal heard
-        heard += 1
-        if heard == 4:
+    def stop(fraction: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pieces(llama, question(llama), SETTINGS, stop)
-    assert heard == 4
+        streamed(llama, clean_answer(llama), SETTINGS, stop)
+    assert calls == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.model.modules())
 
 
-def test_only_the_tables_that_are_asked_for_are_made(llama: LM) -> None:
-    q, asked = question(llama), [("gradients", "mlp"), ("severed", "attn")]
-    shares: list[float] = []
-    every = pieces(llama, q, SETTINGS)[-1]
-    *_, last = stream_answer(llama, q, SETTINGS, SCALE, BUDGET, shares.append, asked)
+def test_only_the_requested_tables_are_computed(llama: LM) -> None:
+    answer, requested = clean_answer(llama), [("gradients", "mlp"), ("severed", "attn")]
+    fractions: list[float] = []
+    every = streamed(llama, answer, SETTINGS)[-1]
+    *_, last = stream_answer(llama, answer, SETTINGS, SCALE, BUDGET, fractions.append, requested)
     assert isinstance(last, TraceRecord)
     assert last.restored == {}
     assert last.severed == {"attn": every.severed["attn"]}
     assert last.gradients == {"mlp": every.gradients["mlp"]}
-    assert sum(shares) == pytest.approx(1)
+    assert sum(fractions) == pytest.approx(1)

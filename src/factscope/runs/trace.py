@@ -78,12 +78,13 @@ class TraceRun:
         progress: Progress = no_progress,
     ) -> None:
         """Trace the facts that are not yet in the folder."""
-        from factscope.tracing.trace import default_scale, trace_many
+        from factscope.tracing.corruption import default_noise_scale
+        from factscope.tracing.trace import trace_many
 
         finished = {record.fact for record in folder.trace_records()}
         progress(sum(fact in finished for fact in facts) / max(1, len(facts)))
         # σ is that of all subjects of the run, so that a resumed run adds the same noise.
-        scale = default_scale(lm, self.settings.corruption, facts)
+        scale = default_noise_scale(lm, self.settings.corruption, facts)
         for record in trace_many(
             lm, facts, self.settings, scale=scale, memory=memory, finished=finished
         ):

@@ -165,7 +165,7 @@ class LocateBody(FactBody):
             corruption=self.corruption.corruption(limits),
             kinds=tuple(kind for kind in KINDS if kind in kinds),
             window=self.window,
-            sever=tuple(sorted(kind for table, kind in names if table == "severed")),
+            sever=tuple(m for m in ("attn", "mlp") if ("severed", m) in names),
             gradients=any(table == "gradients" for table, _ in names),
         )
 

@@ -14,32 +14,53 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from factscope.data.readers import everyday_facts
 from factscope.errors import BadSetting
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.tracing.settings import Corruption
 
-__all__ = ["NoiseScale", "corrupt_embeddings", "measure_noise_scale", "sample_noise"]
+__all__ = [
+    "NoiseScale",
+    "corrupt_embeddings",
+    "default_noise_scale",
+    "measure_noise_scale",
+    "sample_noise",
+]
+
+MIN_FACTS = 20
+"""With fewer facts σ is measured on the subjects of the package's own facts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NoiseScale:
-    """The size and shape of a model's embeddings."""
+    """Size and shape of a model's embeddings."""
 
     sigma: float
-    """σ over all entries of the subjects' token embeddings."""
+    """Standard deviation over all entries of the subjects' token embeddings."""
     mean: Float64[np.ndarray, " width"] | None = None
+    """μ of the token embeddings, for `embedding` noise."""
     spread: Float64[np.ndarray, "width width"] | None = None
-    """A square root of the covariance of the token embeddings."""
+    """Symmetric square root of their covariance Σ."""
+
+
+def default_noise_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> NoiseScale:
+    """Measure the scale on the facts' subjects and prompts; on the package's own facts if there are
+    few."""
+    if len(facts) < MIN_FACTS:
+        facts = everyday_facts()
+    return measure_noise_scale(lm, corruption, [f.subject for f in facts], [f.text for f in facts])
 
 
 def measure_noise_scale(
     lm: LM, corruption: Corruption, subjects: Iterable[str], texts: Sequence[str]
 ) -> NoiseScale:
-    """Measure σ over subjects (each tokenized alone), and μ, Σ over texts where they are needed."""
-    x = _embeddings(lm, subjects)
-    sigma = x.std().item()
+    """Measure σ on the subjects, each tokenized alone; for `embedding` noise μ and Σ on the texts.
+
+    The paper's code tokenizes subjects alone, too.
+    """
+    sigma = _embeddings(lm, subjects).std().item()
     if corruption.distribution != "embedding":
         return NoiseScale(sigma=sigma)
     x = _embeddings(lm, texts)
@@ -50,37 +71,34 @@ def measure_noise_scale(
 
 @torch.no_grad()
 def _embeddings(lm: LM, texts: Iterable[str]) -> Float64[Tensor, "token width"]:
-    """The embedding module's outputs for every token of the texts."""
+    """The embeddings of all tokens of the texts."""
     ids = [i for text in texts if text for i in encode(lm, text, special=False).ids]
     if len(ids) < 2:
-        raise BadSetting("the noise level in σ needs at least two tokens of text to measure σ on")
+        raise BadSetting("measuring σ needs at least two tokens of text; give longer subjects")
     return lm.embed(torch.tensor(ids, device=lm.device)).double().cpu()
 
 
 def sample_noise(
     corruption: Corruption, scale: NoiseScale, fact: Fact, tokens: int, width: int
 ) -> Float64[np.ndarray, "sample token width"]:
-    """The noise for one fact's corrupted tokens, every sample of it."""
+    """All noise samples for the corrupted tokens of one fact."""
     shape = (corruption.samples, tokens, width)
-    if corruption.stream == "paper":
+    if corruption.rng == "paper":
         random = np.random.RandomState(corruption.seed)
-        normal, uniform = random.randn, random.uniform
+        normal, uniform = random.standard_normal, random.uniform
     else:
-        generator = np.random.default_rng([corruption.seed, _number(fact)])
-        normal, uniform = lambda *s: generator.standard_normal(s), generator.uniform
+        # A hash of the fact's text: the same on every machine and in every batch.
+        digest = hashlib.sha256(f"{fact.subject}\0{fact.text}".encode()).digest()
+        generator = np.random.default_rng([corruption.seed, int.from_bytes(digest[:8])])
+        normal, uniform = generator.standard_normal, generator.uniform
     level = corruption.level * (scale.sigma if corruption.in_sigmas else 1.0)
     if corruption.distribution == "uniform":
         return uniform(-1.0, 1.0, shape) * level
     if corruption.distribution == "gaussian":
-        return normal(*shape) * level
+        return normal(shape) * level
     assert scale.mean is not None
     assert scale.spread is not None
-    return normal(*shape) @ scale.spread + scale.mean
-
-
-def _number(fact: Fact) -> int:
-    """The fact as a number, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{fact.subject}\0{fact.text}".encode()).digest()[:8])
+    return normal(shape) @ scale.spread + scale.mean
 
 
 def corrupt_embeddings(
@@ -88,9 +106,9 @@ def corrupt_embeddings(
     noise: Float64[np.ndarray, "sample token width"],
     replace: bool,
 ) -> Float[Tensor, "sample token width"]:
-    """Embeddings with the noise added or put in their place, summed in double precision."""
+    """The embeddings plus the noise, added in double precision; or the noise alone."""
     wide = torch.from_numpy(noise)
-    if clean.device.type != "mps":  # which has no double precision
+    if clean.device.type != "mps":  # MPS has no double precision
         wide = wide.to(clean.device)
     total = wide if replace else clean.to(wide.device).double() + wide
     return total.to(device=clean.device, dtype=clean.dtype)

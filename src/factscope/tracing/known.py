@@ -1,49 +1,48 @@
-"""Facts that a model knows: what the paper traces (App. B.1).
+"""Find the facts that a model knows, which the paper traces (App. B.1).
 
 The model continues a prompt greedily. If its text names the right object before any other
 capitalised word, the fact is known, and the prompt to trace is everything up to the object.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from factscope.errors import BadFact
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_greedy
 from factscope.lm.model import LM
+from factscope.progress import Progress, no_progress
 
-__all__ = ["find_known", "words_before"]
+__all__ = ["find_known", "text_before_target"]
 
 
 def find_known(
     lm: LM,
     facts: Sequence[Fact],
     *,
-    tokens: int = 10,
-    batch: int = 64,
-    progress: Callable[[int], None] = lambda n: None,
+    max_new_tokens: int = 10,
+    batch_size: int = 64,
+    progress: Progress = no_progress,
 ) -> Iterator[tuple[Fact, str]]:
-    """The known facts among the given ones, their prompts drawn out up to the object, each with
-    what the model said."""
-    for begin in range(0, len(facts), batch):
-        some = facts[begin : begin + batch]
-        for fact, said in zip(
-            some, generate_greedy(lm, [f.text for f in some], tokens), strict=True
-        ):
+    """The known facts, each with the generated text; prompts are extended up to the object."""
+    for start in range(0, len(facts), batch_size):
+        some = facts[start : start + batch_size]
+        texts = generate_greedy(lm, [fact.text for fact in some], max_new_tokens)
+        for fact, text in zip(some, texts, strict=True):
             if fact.target is None:
-                raise BadFact(f"the fact about {fact.subject!r} has no target to look for")
-            words = words_before(fact.target, said)
-            if words is not None and SUBJECT_SLOT not in words:
-                yield replace(fact, prompt=(fact.prompt + words).rstrip()), said
-        progress(len(some))
+                raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
+            before = text_before_target(fact.target, text)
+            if before is not None and SUBJECT_SLOT not in before:
+                yield replace(fact, prompt=(fact.prompt + before).rstrip()), text
+        progress(len(some) / len(facts))
 
 
-def words_before(target: str, said: str) -> str | None:
-    """What was said before the target; None if it is not named, or something else was first."""
-    found = re.search(rf"(?<!\w){re.escape(target.strip())}(?!\w)", said)
+def text_before_target(target: str, text: str) -> str | None:
+    """The text before the target; None if it is missing or a capitalised word precedes it."""
+    found = re.search(rf"(?<!\w){re.escape(target.strip())}(?!\w)", text)
     if found is None:
         return None
-    before = said[: found.start()]
+    before = text[: found.start()]
     initials = re.findall(r"(?<!\w)[^\W\d_]", before)
     return None if any(letter.isupper() for letter in initials) else before

@@ -1,7 +1,8 @@
-"""Causal tracing as the paper's own code does it: a hooked forward pass for every cell.
+"""Reference implementation of causal tracing: one hooked forward pass per cell.
 
-Slow and obvious, one fact at a time, the noise drawn anew and the whole model run with its default
-settings at every pass. The engine must give the same numbers, and its benchmarks count from here.
+This is how the paper's code works, slow and obvious: one fact at a time, the noise drawn again and
+the whole model run in every pass. The engine must give the same numbers, and benchmarks measure
+its speedup over this.
 """
 
 from collections.abc import Callable
@@ -9,20 +10,22 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from jaxtyping import Float64
-from torch import Tensor
+from torch import Tensor, nn
 
-from factscope.lm.forward import ActivationCache, forward
+from factscope.lm.forward import forward
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
 from factscope.tracing.corruption import NoiseScale, corrupt_embeddings, sample_noise
-from factscope.tracing.settings import Tracing, window_around
+from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import CleanAnswer
 
 __all__ = ["ReferenceTrace"]
 
+Hook = tuple[nn.Module, Callable[[Tensor], Tensor | None]]
+
 
 class ReferenceTrace:
-    """One prompt: a clean row and as many corrupted rows as there are samples of the noise."""
+    """One prompt as a batch: row 0 is clean, the others are corrupted samples."""
 
     def __init__(
         self,
@@ -41,45 +44,47 @@ class ReferenceTrace:
         self.corrupted = self._score([])
 
     @classmethod
-    def of(cls, lm: LM, q: CleanAnswer, settings: Tracing, scale: NoiseScale) -> "ReferenceTrace":
-        """The slow twin of a question's trace."""
-        start, stop = settings.corruption.tokens(q.subject, len(q.prompt))
+    def of(
+        cls, lm: LM, answer: CleanAnswer, settings: Tracing, scale: NoiseScale
+    ) -> "ReferenceTrace":
+        """The reference for the trace of a fact."""
+        start, stop = settings.corruption.token_range(answer.subject, len(answer.prompt))
         width = lm.embed.weight.shape[1]
 
         def noise() -> Float64[np.ndarray, "sample token width"]:
-            return sample_noise(settings.corruption, scale, q.fact, stop - start, width)
+            return sample_noise(settings.corruption, scale, answer.fact, stop - start, width)
 
-        return cls(lm, q.prompt.ids, (start, stop), noise, settings)
+        return cls(lm, answer.prompt.ids, (start, stop), noise, settings)
 
     def restored(self, kind: str, token: int, layer: int) -> float:
-        """P*[o] with one state, or one window of contributions, of the clean run put back."""
-        return self._score(self._restorations(kind, token, layer))
+        """P*[o] with one state, or one window of contributions, restored from the clean run."""
+        return self._score(self._restore(kind, token, layer))
 
     def severed(self, module: str, token: int, layer: int) -> float:
-        """The same for a state, in the graph where a module is frozen at its corrupted values."""
-        corrupted = self._corrupted_run()
-        every = self.settings.sever_at == "every"
+        """The same for a state, with a module frozen at its corrupted values in all layers."""
+        corrupted = forward(
+            self.lm, self.ids, keep=("attn", "mlp"), embed=self._corrupt_embeddings
+        ).contributions[module]
+        tokens = slice(None) if self.settings.freeze_at == "all" else slice(token, token + 1)
 
-        def freeze(at: int) -> Callable[[Tensor], None]:
-            frozen = corrupted.contributions[module][at]
-            tokens = slice(None) if every else slice(token, token + 1)
-
+        def freeze(layer: int) -> Callable[[Tensor], None]:
             def put(out: Tensor) -> None:
-                out.view(frozen.shape)[1:, tokens] = frozen[1:, tokens]
+                out.view(corrupted[layer].shape)[1:, tokens] = corrupted[layer][1:, tokens]
 
             return put
 
-        hooks = [(self.lm.contribution(module, at), freeze(at)) for at in range(self.lm.n_layers)]
-        return self._score(hooks + self._restorations("states", token, layer))
+        layers = range(self.lm.n_layers)
+        hooks: list[Hook] = [(self.lm.contribution(module, i), freeze(i)) for i in layers]
+        return self._score(hooks + self._restore("states", token, layer))
 
-    def _restorations(self, kind: str, token: int, layer: int) -> list:
+    def _restore(self, kind: str, token: int, layer: int) -> list[Hook]:
         def put_clean(out: Tensor) -> None:
             rows = out.view(len(self.ids), self.length, -1)
             rows[1:, token] = rows[0, token]
 
         if kind == "states":
             return [(self.lm.blocks[layer], put_clean)]
-        start, stop = window_around(self.settings, layer, self.lm.n_layers)
+        start, stop = self.settings.window_around(layer, self.lm.n_layers)
         return [(self.lm.contribution(kind, i), put_clean) for i in range(start, stop)]
 
     def _corrupt_embeddings(self, out: Tensor) -> Tensor:
@@ -89,14 +94,12 @@ class ReferenceTrace:
         )
         return out
 
-    def _corrupted_run(self) -> ActivationCache:
-        return forward(self.lm, self.ids, keep=("attn", "mlp"), embed=self._corrupt_embeddings)
-
     @torch.no_grad()
-    def _probabilities(self, hooks: list) -> Tensor:
+    def _probabilities(self, hooks: list[Hook]) -> Tensor:
         with hook_outputs((self.lm.embed, self._corrupt_embeddings), *hooks):
             logits = self.lm.model(self.ids).logits
         return logits[:, -1].float().softmax(-1)
 
-    def _score(self, hooks: list) -> float:
+    def _score(self, hooks: list[Hook]) -> float:
+        """The answer's mean probability over the corrupted rows."""
         return self._probabilities(hooks)[1:, self.answer].mean().item()

@@ -1,150 +1,121 @@
-"""What to trace and how: one frozen value, and the two presets.
-
-How the subject is hidden from the model: noise on its token embeddings (paper §2.1, App. B).
-
-A `Corruption` says which noise; `measure` finds how large one σ of this model's embeddings is;
-`draw` makes the numbers. The same seed gives the same numbers, whatever is batched with what.
-"""
+"""Settings of causal tracing and their presets. No torch: the command line derives its flags."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from factscope.errors import BadSetting
+from annotated_types import Ge, Lt
+
 from factscope.records import KINDS
+from factscope.settings import INTERNAL, Flag, check
 
-__all__ = ["PRESETS", "Corruption", "Tracing", "parse_noise_level", "window_around"]
+__all__ = ["PRESETS", "Corruption", "Tracing", "parse_noise_level"]
+
+
+def parse_noise_level(text: Any) -> tuple[float, bool]:
+    """Noise level and whether it is in σ: "3s" is three σ, "0.25" is absolute."""
+    number = str(text).strip()
+    try:
+        return float(number.removesuffix("s")), number.endswith("s")
+    except ValueError:
+        raise ValueError("write 3s for three σ, or 0.25 for an absolute level") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corruption:
-    """The noise of a corrupted run."""
+    """Corruption of the subject."""
 
     distribution: Literal["gaussian", "uniform", "embedding"] = "gaussian"
-    """`gaussian`: N(0, level²); `uniform`: within ± level; `embedding`: N(μ, Σ) of the token
-    embeddings, as they are (the level plays no part)."""
-    level: float = 3.0
-    """How strong the noise is: three times σ, App. B.1."""
-    in_sigmas: bool = True
-    """Whether `level` counts in standard deviations of the subjects' embeddings, or is absolute."""
+    """Noise distribution: gaussian N(0, level²), uniform within ±level, or embedding: N(μ, Σ) of
+    the token embeddings, whatever the level."""
+    level: Annotated[
+        float,
+        Ge(0),
+        Lt(math.inf),
+        Flag(name="noise", parse=parse_noise_level, show="{:g}s".format, also=("in_sigmas",)),
+    ] = 3.0  # App. B.1
+    """Noise level: 3s is three standard deviations σ of the subjects' embeddings, 0.25 is
+    absolute."""
+    in_sigmas: Annotated[bool, INTERNAL] = True
+    """Whether `level` is in σ or absolute."""
     replace: bool = False
-    """Put the noise in place of the embeddings instead of adding it."""
-    extra_tokens: int = 0
-    """How many tokens after the subject are corrupted too (App. B.4)."""
-    samples: int = 10
-    """How many draws of the noise are averaged."""
-    seed: int = 0
-    stream: Literal["fact", "paper"] = "fact"
-    """`fact`: each fact has a stream of its own, so that facts are independent samples.
-    `paper`: numpy's RandomState(seed), begun anew for every fact; the paper's seed is 1."""
+    """Replace the embeddings by the noise instead of adding it."""
+    extra_tokens: Annotated[int, Ge(0)] = 0  # App. B.4
+    """Tokens after the subject to corrupt too."""
+    samples: Annotated[int, Ge(1)] = 10
+    """Noise samples to average over."""
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    """Seed of the noise."""
+    rng: Literal["per_fact", "paper"] = "per_fact"
+    """Random numbers: per_fact draws independent noise for each fact; paper restarts numpy's
+    RandomState(seed) for every fact, as the paper's code does (with seed 1)."""
     baseline: Literal["same", "added"] = "same"
-    """`added`: with `replace`, the corrupted run still adds. The paper's code does so by
-    oversight; restored runs are then compared with a differently corrupted one."""
+    """Corrupted run that restored runs are compared with: the same corruption, or added noise even
+    with --replace, an oversight of the paper's code."""
 
-    def __post_init__(self) -> None:
-        for name, choices in (
-            ("distribution", ("gaussian", "uniform", "embedding")),
-            ("stream", ("fact", "paper")),
-            ("baseline", ("same", "added")),
-        ):
-            if getattr(self, name) not in choices:
-                raise BadSetting(f"{name} is {getattr(self, name)!r}; choose from {choices}")
-        if self.samples < 1:
-            raise BadSetting(f"samples is {self.samples}; at least 1 is needed")
-        if not (self.level >= 0 and math.isfinite(self.level)):
-            raise BadSetting(f"the noise level is {self.level}; give a number of 0 or more")
-        if self.extra_tokens < 0:
-            raise BadSetting(f"extra_tokens is {self.extra_tokens}; give 0 or more")
-        if not 0 <= self.seed < 2**32:
-            raise BadSetting(f"the seed is {self.seed}; give a number from 0 to 2³²-1")
+    __post_init__ = check
 
-    def tokens(self, subject: tuple[int, int], length: int) -> tuple[int, int]:
-        """The tokens to corrupt, as [start, stop)."""
+    def token_range(self, subject: tuple[int, int], length: int) -> tuple[int, int]:
+        """The tokens to corrupt in a prompt, as [start, stop)."""
         return subject[0], min(length, subject[1] + self.extra_tokens)
-
-
-def parse_noise_level(text: str) -> tuple[float, bool]:
-    """A noise level as people write it: "3s" is three σ, "0.25" is absolute."""
-    number = text.strip().removesuffix("s")
-    try:
-        return float(number), text.strip().endswith("s")
-    except ValueError:
-        raise BadSetting(
-            f"the noise {text!r} is not a level; write 3s for three σ or 0.25 for an absolute one"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """The settings of a causal trace."""
+    """Causal tracing."""
 
     corruption: Corruption = field(default_factory=Corruption)
-    kinds: tuple[str, ...] = KINDS
-    """What is restored: single `states`, windows of `mlp` or of `attn` outputs."""
-    window: int = 10
-    """How many layers of MLP or attention outputs are restored together (App. B.2)."""
-    alignment: Literal["text", "code"] = "text"
-    """Which layers a window of 10 around l holds: l-4 … l+5 as the paper says, or l-5 … l+4 as its
-    code does."""
-    sever: tuple[str, ...] = ()
-    """Modules ("mlp", "attn") to sever: states are traced once more in a graph where the module's
-    outputs are frozen at their corrupted values in all layers (Figure 3)."""
-    sever_rows: Literal["last_subject", "all"] = "all"
-    """Restore in the severed graph at the last subject token only, or at every token."""
-    sever_at: Literal["restored", "every"] = "restored"
-    """Freeze the module at the restored token, as the paper does, or at every token."""
+    kinds: tuple[Literal["states", "mlp", "attn"], ...] = KINDS
+    """What to restore: single states, windows of MLP outputs, windows of attention outputs."""
+    window: Annotated[int, Ge(1)] = 10  # App. B.2
+    """Layers of MLP or attention outputs restored together."""
+    window_alignment: Literal["paper_text", "paper_code"] = "paper_text"
+    """Layers in a window of 10 around layer l: l-4 … l+5 as in the paper's text, or l-5 … l+4 as in
+    its code."""
+    sever: tuple[Literal["mlp", "attn"], ...] = ()
+    """Modules to sever: trace the states again with the module's outputs frozen at their corrupted
+    values in all layers (Figure 3)."""
+    sever_tokens: Literal["all", "last_subject"] = "all"
+    """Tokens at which states are restored while a module is severed."""
+    freeze_at: Literal["restored", "all"] = "restored"
+    """Tokens at which a severed module is frozen: the restored one, as in the paper, or all."""
     gradients: bool = False
-    """Also compute integrated gradients of the same cells."""
+    """Compute integrated gradients of the same states and outputs too."""
     gradient_path: Literal["layer", "state"] = "layer"
-    """Along the path of a gradient all states of a layer grow together, or one state alone: dearer
-    by a factor of the prompt's length."""
+    """Integration path: scale all states of a layer together, or each state alone, which is slower
+    by the number of tokens."""
     known: Literal["first_token", "whole_word"] = "first_token"
-    """When the answer counts as the target: it is the target's first token, or, as in the paper's
-    code, the token alone spells the whole target."""
+    """A fact counts as known if the answer is the target's first token, or, as in the paper's code,
+    if the answer token alone spells the whole target."""
 
-    def __post_init__(self) -> None:
-        _choices("kind", self.kinds, KINDS)
-        _choices("sever", self.sever, ("mlp", "attn"))
-        _choices("alignment", [self.alignment], ("text", "code"))
-        _choices("sever_rows", [self.sever_rows], ("last_subject", "all"))
-        _choices("sever_at", [self.sever_at], ("restored", "every"))
-        _choices("known", [self.known], ("first_token", "whole_word"))
-        _choices("gradient_path", [self.gradient_path], ("layer", "state"))
-        if self.window < 1:
-            raise BadSetting(f"the window is {self.window}; it must hold at least 1 layer")
+    __post_init__ = check
 
     @property
     def contributions(self) -> list[str]:
-        """What a run must keep besides the states: the outputs that are restored or frozen."""
+        """The modules whose outputs a run must keep: those that are restored or severed."""
         return sorted({*self.kinds, *self.sever} - {"states"})
 
+    def window_around(self, layer: int, n_layers: int) -> tuple[int, int]:
+        """The layers restored around a layer, as [start, stop), clipped at the edges."""
+        before = (
+            self.window // 2 if self.window_alignment == "paper_code" else (self.window - 1) // 2
+        )
+        start = layer - before
+        return max(0, start), min(n_layers, start + self.window)
+
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for records and run folders."""
+        """The settings as JSON values, for records and run folders."""
         return dataclasses.asdict(self)
-
-
-def _choices(name: str, values: Sequence[str], known: Sequence[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise BadSetting(f"{name} is {value!r}; choose from {', '.join(known)}")
 
 
 PRESETS = {
     "default": Tracing(),
     "paper": Tracing(
-        corruption=Corruption(seed=1, stream="paper", baseline="added"),
-        alignment="code",
+        corruption=Corruption(seed=1, rng="paper", baseline="added"),
+        window_alignment="paper_code",
         known="whole_word",
     ),
 }
-"""`paper` computes what the paper's own code does, number for number; only the mean and covariance
-of `embedding` noise come from the facts' prompts, where that code takes another text."""
-
-
-def window_around(settings: Tracing, layer: int, n_layers: int) -> tuple[int, int]:
-    """The layers restored around a centre, as [start, stop), clipped at the edges."""
-    width = settings.window
-    start = layer - (width // 2 if settings.alignment == "code" else (width - 1) // 2)
-    return max(0, start), min(n_layers, start + width)
+"""`paper` reproduces the numbers of the paper's code. One difference is left: the mean and
+covariance of `embedding` noise come from the facts' prompts, not from Wikipedia text."""

@@ -1,15 +1,13 @@
-"""A trace of one fact piece by piece, for whoever wants to watch it come.
+"""Stream the trace of one fact: updates of cells while it is being computed.
 
-The record grows: first the runs without restoration, then cell after cell, then the whole. The
-tables are first measured with one sample of the noise, token by token from the last one, whose
-cells are the cheapest, and then made exact with the others. What is left at the end is what
-`trace` gives.
+First comes the record of the clean and corrupted runs, then `CellUpdate`s, then the full record.
+The tables are first estimated from one noise sample, token by token from the last one, whose cells
+are the cheapest; further samples then refine them. The last record is that of `trace`.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -17,27 +15,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from factscope.facts import Fact
-from factscope.lm.forward import ActivationCache
-from factscope.lm.memory import Budget
+from factscope.lm.memory import BatchSizes, Budget
 from factscope.lm.model import LM
+from factscope.progress import Progress, no_progress
 from factscope.records import CellTable, TraceRecord, as_cell_table
-from factscope.tracing.corruption import NoiseScale
-from factscope.tracing.engine import BatchSizes, Restoration, restore
+from factscope.tracing.corruption import NoiseScale, default_noise_scale
+from factscope.tracing.engine import Restoration, restore
 from factscope.tracing.gradients import attributions
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import CleanAnswer, TraceBatch, clean_answers, default_scale
+from factscope.tracing.trace import CleanAnswer, TraceBatch, clean_answers
 
-__all__ = ["CellUpdate", "stream_trace"]
+__all__ = ["CellUpdate", "stream_answer", "stream_trace"]
 
-SAMPLES = 3
-"""How many samples of the noise go together, after the first."""
+SAMPLES_PER_UPDATE = 3
+"""Noise samples computed together, after the first."""
 
-Done = Callable[[float], None]
+TableName = tuple[str, str]
+"""A table's field in the record and its key there, e.g. ("severed", "mlp")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellUpdate:
-    """Some cells of a table, as far as they are known."""
+    """New values of some cells of a table."""
 
     table: Literal["restored", "severed", "gradients"]
     kind: str
@@ -46,7 +45,7 @@ class CellUpdate:
     values: CellTable
     """Token × layer."""
     samples: int
-    """How many samples of the noise they are the mean of."""
+    """Noise samples averaged so far."""
 
 
 def stream_trace(
@@ -56,188 +55,145 @@ def stream_trace(
     *,
     scale: NoiseScale | None = None,
     memory: int | None = None,
-    only: Collection[tuple[str, str]] | None = None,
-    progress: Done = lambda share: None,
+    only: Collection[TableName] | None = None,
+    progress: Progress = no_progress,
 ) -> Iterator[TraceRecord | CellUpdate]:
-    """The record without tables, then cells as they are found, then the record as it is.
+    """Trace one fact: a record without tables, cell updates, and the full record.
 
-    `only` names tables, as ("gradients", "states"), where not all of the settings' are wanted.
-    `done` hears each share of the work (of 1), also within a piece; what it raises stops the work.
+    `only` restricts the settings' tables to some, e.g. [("gradients", "states")]. An exception
+    raised by `progress` stops the trace.
     """
     settings = settings or Tracing()
-    scale = scale or default_scale(lm, settings.corruption, [fact])
-    [question] = clean_answers(lm, [fact], settings)
-    budget = Budget.of(lm, memory)
-    yield from stream_answer(lm, question, settings, scale, budget, progress, only)
+    scale = scale or default_noise_scale(lm, settings.corruption, [fact])
+    [answer] = clean_answers(lm, [fact], settings)
+    yield from stream_answer(lm, answer, settings, scale, Budget.of(lm, memory), progress, only)
 
 
 def stream_answer(
     lm: LM,
-    question: CleanAnswer,
+    answer: CleanAnswer,
     settings: Tracing,
     scale: NoiseScale,
     budget: Budget,
-    progress: Done,
-    only: Collection[tuple[str, str]] | None = None,
+    progress: Progress,
+    only: Collection[TableName] | None = None,
 ) -> Iterator[TraceRecord | CellUpdate]:
-    """The same of a fact that was put to the model already."""
-    batch = TraceBatch(lm=lm, questions=[question], settings=settings, scale=scale)
-    run = batch.run(replace=settings.corruption.replace)
-    [record], unrestored = batch.unrestored(run)
+    """The same for a fact whose clean answer is known."""
+    batch = TraceBatch(lm=lm, answers=[answer], settings=settings, scale=scale)
+    [record], baseline = batch.corrupted_records()
     yield record
-    growing = _Growing(
-        batch=batch,
-        run=run,
-        job=budget.job(lm),
-        unrestored=float(unrestored),
-        only=only,
-        progress=progress,
-    )
-    yield from growing.first_sample()
-    yield from growing.other_samples()
-    yield from growing.gradients()
-    yield dataclasses.replace(record, **growing.tables())
+    tables = _StreamedTables(batch, float(baseline), budget.batch_sizes(lm), only, progress)
+    yield from tables.first_sample()
+    yield from tables.other_samples()
+    yield from tables.gradients()
+    yield dataclasses.replace(record, **tables.finished())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Growing:
-    """The tables of a trace while they are being made."""
+class _StreamedTables:
+    """The tables of one fact's trace while they are being computed."""
 
-    batch: TraceBatch
-    run: ActivationCache
-    job: BatchSizes
-    unrestored: float
-    """What a cell holds that restores nothing."""
-    only: Collection[tuple[str, str]] | None
-    """The tables to make; None for all."""
-    progress: Done
-
-    @cached_property
-    def sums(self) -> dict[tuple[str, str], Float[Tensor, "token layer"]]:
+    def __init__(
+        self,
+        batch: TraceBatch,
+        baseline: float,
+        sizes: BatchSizes,
+        only: Collection[TableName] | None,
+        progress: Progress,
+    ) -> None:
+        [self.answer] = batch.answers
+        self.batch, self.baseline, self.sizes, self.progress = batch, baseline, sizes, progress
+        self.shape = len(self.answer.prompt), batch.lm.n_layers
+        self.restorations: dict[TableName, Restoration] = {
+            name: restoration
+            for name, restoration in batch.restorations().items()
+            if only is None or name in only
+        }
+        self.sums: dict[TableName, Float[Tensor, "token layer"]] = {}
         """Each table's cells, summed over the samples so far."""
-        question, layers = self.batch.questions[0], self.batch.lm.n_layers
-        empty = {}
-        for name, restoration in self.wanted.items():
-            table = torch.full((len(question.prompt), layers), torch.nan, dtype=torch.float64)
-            table[self.tokens(restoration)] = 0
-            empty[name] = table
-        return empty
-
-    @cached_property
-    def wanted(self) -> dict[tuple[str, str], Restoration]:
-        """What each table restores."""
-        wanted = self.batch.restorations()
-        return {name: made for name, made in wanted.items() if self._is_asked(name)}
-
-    @cached_property
-    def norms(self) -> dict[str, Float[Tensor, "token layer"]]:
-        """Integrated gradients of each kind."""
-        shape = len(self.batch.questions[0].prompt), self.batch.lm.n_layers
-        kinds = self.batch.settings.kinds if self.batch.settings.gradients else ()
-        asked = [kind for kind in kinds if self._is_asked(("gradients", kind))]
-        return {kind: torch.full(shape, torch.nan) for kind in asked}
-
-    def _is_asked(self, name: tuple[str, str]) -> bool:
-        return self.only is None or name in self.only
-
-    @cached_property
-    def parts(self) -> int:
-        """How many equal shares of work there are: a table counts once, a gradient once."""
-        return len(self.wanted) + len(self.norms)
-
-    def tokens(self, restoration: Restoration) -> list[int]:
-        """The tokens that a table restores, the last one first."""
-        settings = self.batch.settings
-        rows = settings.sever_rows if restoration.sever else "all"
-        return self.batch.questions[0].tokens(rows)[::-1]
+        for name, restoration in self.restorations.items():
+            self.sums[name] = torch.full(self.shape, torch.nan, dtype=torch.float64)
+            self.sums[name][batch.restored_tokens(self.answer, restoration)] = 0
+        self.norms: dict[str, Float[Tensor, "token layer"]] = {
+            kind: torch.full(self.shape, torch.nan)
+            for kind in (batch.settings.kinds if batch.settings.gradients else ())
+            if only is None or ("gradients", kind) in only
+        }
+        self.n_tables = len(self.restorations) + len(self.norms)
 
     def first_sample(self) -> Iterator[CellUpdate]:
-        """Every table with one sample of the noise: all kinds, token by token."""
-        for name, restoration in self.wanted.items():
-            yield from self._left_of_the_subject(name, restoration)
-        for token in reversed(range(len(self.batch.questions[0].prompt))):
-            for name, restoration in self.wanted.items():
-                if token in self.tokens(restoration):
-                    yield self._measured(name, [token], [0])
+        """All tables from one noise sample, token by token from the last."""
+        for name, restoration in self.restorations.items():
+            tokens = self.batch.baseline_tokens(self.answer, restoration)
+            if tokens:
+                row = (self.baseline,) * self.shape[1]
+                yield self._update(name, tokens, [row] * len(tokens), self.batch.samples)
+        for token in reversed(range(self.shape[0])):
+            for name, restoration in self.restorations.items():
+                if token in self.batch.restored_tokens(self.answer, restoration):
+                    yield self._restore(name, [token], [0])
 
     def other_samples(self) -> Iterator[CellUpdate]:
-        """Every table made exact, some samples at a time."""
-        rest = range(1, self.batch.samples)
-        for begin in rest[::SAMPLES]:
-            some = rest[begin - 1 : begin - 1 + SAMPLES]
-            for name, restoration in self.wanted.items():
-                yield self._measured(name, self.tokens(restoration), some)
+        """All tables refined by the other samples, a few at a time."""
+        others = range(1, self.batch.samples)
+        for start in range(0, len(others), SAMPLES_PER_UPDATE):
+            some = others[start : start + SAMPLES_PER_UPDATE]
+            for name, restoration in self.restorations.items():
+                tokens = self.batch.restored_tokens(self.answer, restoration)
+                yield self._restore(name, tokens[::-1], some)
 
     def gradients(self) -> Iterator[CellUpdate]:
-        """Integrated gradients, layer by layer from below."""
-        lm, question = self.batch.lm, self.batch.questions[0]
-        ids, answer, path = question.prompt.ids, question.answer, self.batch.settings.gradient_path
-        tokens = tuple(range(len(question.prompt)))
-        for kind, table in self.norms.items():
+        """Integrated gradients, layer by layer from the lowest."""
+        lm, prompt = self.batch.lm, self.answer.prompt
+        path = self.batch.settings.gradient_path
+        for kind, norms in self.norms.items():
             for layer in range(lm.n_layers):
-                found = attributions(lm, ids, answer, kind, layer, path=path)
-                table[:, layer] = found.norm(dim=-1)
-                values = as_cell_table(table[:, [layer]].tolist())
-                self.progress(1 / lm.n_layers / self.parts)
+                found = attributions(lm, prompt.ids, self.answer.answer_id, kind, layer, path=path)
+                norms[:, layer] = found.norm(dim=-1)
+                self.progress(1 / lm.n_layers / self.n_tables)
                 yield CellUpdate(
-                    table="gradients", kind=kind, tokens=tokens, layers=(layer,),
-                    values=values, samples=1,
-                )  # fmt: skip
+                    table="gradients",
+                    kind=kind,
+                    tokens=tuple(range(len(prompt))),
+                    layers=(layer,),
+                    values=as_cell_table(norms[:, [layer]].tolist()),
+                    samples=1,
+                )
 
-    def tables(self) -> dict[str, dict[str, CellTable]]:
-        """Every table by its field in the record."""
-        restored: dict[str, CellTable] = {}
-        severed: dict[str, CellTable] = {}
+    def finished(self) -> dict[str, dict[str, CellTable]]:
+        """All tables by their field in the record."""
+        tables: dict[str, dict[str, CellTable]] = {"restored": {}, "severed": {}}
         for name, sums in self.sums.items():
-            where = restored if name[0] == "restored" else severed
-            where[name[1]] = as_cell_table(self._filled(name, sums / self.batch.samples).tolist())
-        gradients = {kind: as_cell_table(table.tolist()) for kind, table in self.norms.items()}
-        return {"restored": restored, "severed": severed, "gradients": gradients}
+            mean = sums / self.batch.samples
+            mean[self.batch.baseline_tokens(self.answer, self.restorations[name])] = self.baseline
+            tables[name[0]][name[1]] = as_cell_table(mean.tolist())
+        tables["gradients"] = {k: as_cell_table(x.tolist()) for k, x in self.norms.items()}
+        return tables
 
-    def _filled(self, name: tuple[str, str], table: Tensor) -> Tensor:
-        """The table with what is left of the subject, where the table is of all tokens."""
-        left = self._left(self.wanted[name])
-        table[list(left)] = self.unrestored
-        return table
-
-    def _left(self, restoration: Restoration) -> range:
-        """Tokens at which nothing is to be restored: both runs are the same there."""
-        every = not restoration.sever or self.batch.settings.sever_rows == "all"
-        return range(self.batch.questions[0].subject[0] if every else 0)
-
-    def _left_of_the_subject(
-        self, name: tuple[str, str], restoration: Restoration
-    ) -> Iterator[CellUpdate]:
-        tokens = self._left(restoration)
-        if tokens:
-            row = (self.unrestored,) * self.batch.lm.n_layers
-            yield self._cells(name, tokens, [row] * len(tokens), self.batch.samples)
-
-    def _measured(
-        self, name: tuple[str, str], tokens: Sequence[int], samples: Sequence[int]
+    def _restore(
+        self, name: TableName, tokens: Sequence[int], samples: Sequence[int]
     ) -> CellUpdate:
-        """Restore the tokens in some samples; the cells then hold the mean of all so far."""
-        restoration = self.wanted[name]
-        every = self.batch.stretches_of(0, samples, tokens)
-        share = len(samples) / self.batch.samples / self.parts
-        share *= sum(map(len, every)) / len(samples) / self._slots(restoration)
+        """Restore some tokens in some samples; the cells become the mean of all samples so far."""
+        restoration, sums = self.restorations[name], self.sums[name]
+        segments = self.batch.segments(0, samples, tokens)
+        length = self.shape[0]
+        all_tokens = self.batch.restored_tokens(self.answer, restoration)
+        work = self.batch.samples * sum(length - token for token in all_tokens)
+        fraction = sum(map(len, segments)) / work / self.n_tables
         cells = restore(
-            self.batch.lm, self.run, every, restoration, self.job,
-            lambda part: self.progress(part * share),
-        )  # fmt: skip
-        table = self.sums[name]
-        table[list(tokens)] += cells.double().view(len(samples), len(tokens), -1).sum(0)
+            self.batch.lm,
+            self.batch.run,
+            segments,
+            restoration,
+            self.sizes,
+            lambda part: self.progress(part * fraction),
+        )
+        sums[list(tokens)] += cells.double().view(len(samples), len(tokens), -1).sum(0)
         so_far = samples[-1] + 1
-        return self._cells(name, tokens, (table[list(tokens)] / so_far).tolist(), so_far)
+        return self._update(name, tokens, (sums[list(tokens)] / so_far).tolist(), so_far)
 
-    def _slots(self, restoration: Restoration) -> int:
-        """How many tokens one sample of a table sends through the layers."""
-        length = len(self.batch.questions[0].prompt)
-        return sum(length - token for token in self.tokens(restoration))
-
-    def _cells(
+    def _update(
         self,
-        name: tuple[str, str],
+        name: TableName,
         tokens: Sequence[int],
         values: Sequence[Sequence[float]],
         samples: int,
@@ -246,7 +202,7 @@ class _Growing:
             table="restored" if name[0] == "restored" else "severed",
             kind=name[1],
             tokens=tuple(tokens),
-            layers=tuple(range(self.batch.lm.n_layers)),
+            layers=tuple(range(self.shape[1])),
             values=as_cell_table(values),
             samples=samples,
         )

@@ -1,16 +1,14 @@
 """Causal tracing: which hidden states carry a fact (paper §2.1).
 
-1. Clean run: the prompt as it is; its most likely next token is the answer.
-2. Corrupted run: the subject's embeddings are hidden in noise, and the answer fades.
+1. Clean run: the most likely next token after the prompt is the answer o, with probability P[o].
+2. Corrupted run: noise on the subject's embeddings lowers its probability to P*[o].
 3. Corrupted run with restoration: as 2, but one state (or one window of MLP or attention outputs)
-   of the clean run is put back. How far the answer returns is that cell's indirect effect.
+   is set to its value in the clean run. How far P[o] recovers is that cell's indirect effect.
 
-Several facts traced at once: the clean and corrupted runs, then every table from them.
-
-A fact put to the model: its tokens, its subject's place, and the clean run's answer.
+`trace` traces one fact, `trace_many` many facts in batches.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,240 +18,185 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from factscope.facts import Fact
-from factscope.lm.forward import ActivationCache, forward
+from factscope.lm.accel import release_memory
+from factscope.lm.forward import ActivationCache, forward, token_probability
 from factscope.lm.memory import Budget, is_out_of_memory
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, decode_continuation, encode_fact, first_token
+from factscope.progress import NestedProgress, Progress, no_progress
 from factscope.records import CellTable, TraceRecord, as_cell_table
 from factscope.tracing.corruption import (
     NoiseScale,
     corrupt_embeddings,
-    measure_noise_scale,
+    default_noise_scale,
     sample_noise,
 )
-from factscope.tracing.engine import Restoration, Segment, restore, token_probability
+from factscope.tracing.engine import Restoration, Segment, restore
 from factscope.tracing.gradients import integrated_gradients
-from factscope.tracing.settings import Corruption, Tracing, window_around
+from factscope.tracing.settings import Tracing
 
 __all__ = [
     "CleanAnswer",
     "TraceBatch",
+    "batches_by_length",
     "clean_answers",
-    "pad_prompts",
     "trace",
     "trace_batch",
     "trace_many",
-    "unknown_fact_record",
 ]
+
+# ---- clean run
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleanAnswer:
-    """A fact as the model reads it, with its answer in the clean run."""
+    """A tokenized fact and the model's answer in the clean run."""
 
     fact: Fact
     prompt: Prompt
     subject: tuple[int, int]
     """The subject's tokens, as [start, stop)."""
-    answer: int
-    clean: float
-    """P[o], the answer's probability."""
+    answer_id: int
+    """o, the most likely next token."""
+    probability: float
+    """P[o]."""
     known: bool
+    """Whether the answer is the fact's target."""
 
     @property
     def restorable(self) -> int:
-        """How many tokens a trace can restore: from the subject's first one on."""
+        """How many tokens can be restored: those from the subject's first on."""
         return len(self.prompt) - self.subject[0]
-
-    def tokens(self, rows: str) -> list[int]:
-        """The tokens to restore: `all` that can be, or the `last_subject` one."""
-        if rows == "last_subject":
-            return [self.subject[1] - 1]
-        return list(range(self.subject[0], len(self.prompt)))
 
 
 @torch.no_grad()
 def clean_answers(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[CleanAnswer]:
-    """The clean run's answer to every prompt."""
-    coded = [encode_fact(lm, fact) for fact in facts]
-    ids = pad_prompts(lm, [prompt for prompt, _ in coded])
-    ends = torch.tensor([len(prompt) - 1 for prompt, _ in coded])
+    """Run the prompts and take the most likely next token of each."""
+    encoded = [encode_fact(lm, fact) for fact in facts]
+    ids = _padded_ids(lm, [prompt for prompt, _ in encoded])
+    ends = torch.tensor([len(prompt) - 1 for prompt, _ in encoded])
     states = lm.model.base_model(ids, use_cache=False).last_hidden_state
     last = states[torch.arange(len(ids)), ends]
     best = lm.head(last).float().softmax(-1).max(-1)
-    return [
-        CleanAnswer(
-            fact=fact,
-            prompt=prompt,
-            subject=subject,
-            answer=int(answer),
-            clean=float(clean),
-            known=_known(lm, fact, prompt, int(answer), settings),
+    answers = []
+    for fact, (prompt, subject), token, p in zip(
+        facts, encoded, best.indices.tolist(), best.values.tolist(), strict=True
+    ):
+        if fact.target is None:
+            known = True
+        elif settings.known == "whole_word":
+            known = lm.tokenizer.decode([token]).strip() == fact.target.strip()
+        else:
+            known = token == first_token(lm, prompt, fact.text, fact.target)
+        answers.append(
+            CleanAnswer(
+                fact=fact,
+                prompt=prompt,
+                subject=subject,
+                answer_id=token,
+                probability=p,
+                known=known,
+            )
         )
-        for fact, (prompt, subject), answer, clean in zip(
-            facts, coded, best.indices, best.values, strict=True
-        )
-    ]
+    return answers
 
 
-def _known(lm: LM, fact: Fact, prompt: Prompt, answer: int, settings: Tracing) -> bool:
-    if fact.target is None:
-        return True
-    if settings.known == "whole_word":
-        return lm.tokenizer.decode([answer]).strip() == fact.target.strip()
-    return answer == first_token(lm, prompt, fact.text, fact.target)
-
-
-def pad_prompts(lm: LM, prompts: Sequence[Prompt]) -> Int[Tensor, "row token"]:
-    """Rows of ids, padded on the right; a causal model never looks there."""
+def _padded_ids(lm: LM, prompts: Sequence[Prompt]) -> Int[Tensor, "row token"]:
+    """Token ids, padded on the right; a causal model's real tokens do not attend to padding."""
     length = max(map(len, prompts))
-    return torch.tensor(
-        [[*p.ids, *[p.ids[-1]] * (length - len(p))] for p in prompts], device=lm.device
-    )
+    rows = [[*p.ids, *[p.ids[-1]] * (length - len(p))] for p in prompts]
+    return torch.tensor(rows, device=lm.device)
 
 
-def trace_batch(
-    lm: LM,
-    questions: Sequence[CleanAnswer],
-    settings: Tracing,
-    scale: NoiseScale,
-    budget: Budget,
-    progress: Callable[[float], None] = lambda share: None,
-) -> list[TraceRecord]:
-    """The record of every question; `done` hears each share of the work (of 1)."""
-    batch = TraceBatch(lm=lm, questions=questions, settings=settings, scale=scale)
-    run = batch.run(replace=settings.corruption.replace)
-    records, unrestored = batch.unrestored(run)
-    tables = batch.tables(run, unrestored, budget, progress)
-    return [
-        replace(
-            record,
-            restored={kind: tables["restored", kind][i] for kind in settings.kinds},
-            severed={module: tables["severed", module][i] for module in settings.sever},
-            gradients=batch.gradients(questions[i]) if settings.gradients else {},
-        )
-        for i, record in enumerate(records)
-    ]
-
-
-def unknown_fact_record(lm: LM, q: CleanAnswer, settings: Tracing) -> TraceRecord:
-    """The record of a fact that the model answers otherwise: not corrupted, no tables."""
+def _record(
+    lm: LM, answer: CleanAnswer, corrupted: Sequence[float], settings: dict[str, Any]
+) -> TraceRecord:
+    """A record without tables; without corrupted samples, P*[o] is recorded as P[o]."""
+    mean = float(torch.tensor(corrupted).mean()) if corrupted else answer.probability
     return TraceRecord(
-        **_answered(lm, q),
-        known=False,
-        corrupted=q.clean,
-        corrupted_samples=(),
-        settings=settings.to_dict(),
+        fact=answer.fact,
+        model=lm.name,
+        tokens=answer.prompt.texts,
+        subject=answer.subject,
+        answer=decode_continuation(lm, answer.prompt.ids, [answer.answer_id]),
+        answer_id=answer.answer_id,
+        known=answer.known,
+        clean=answer.probability,
+        corrupted=mean,
+        corrupted_samples=tuple(corrupted),
+        settings=settings,
     )
 
 
-def _answered(lm: LM, q: CleanAnswer) -> dict[str, Any]:
-    """What the clean run alone tells."""
-    return {
-        "fact": q.fact,
-        "model": lm.name,
-        "tokens": q.prompt.texts,
-        "subject": q.subject,
-        "answer": decode_continuation(lm, q.prompt.ids, [q.answer]),
-        "answer_id": q.answer,
-        "clean": q.clean,
-    }
+# ---- corrupted run and restoration
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TraceBatch:
-    """The rows of one forward pass: a clean row for each fact, then each fact's samples."""
+    """Facts traced together. Their runs are rows of one forward pass: first a clean row for each
+    fact, then each fact's corrupted samples."""
 
     lm: LM
-    questions: Sequence[CleanAnswer]
+    answers: Sequence[CleanAnswer]
     settings: Tracing
     scale: NoiseScale
 
-    @cached_property
+    @property
     def samples(self) -> int:
-        """How many corrupted rows a fact has."""
+        """Corrupted rows per fact."""
         return self.settings.corruption.samples
 
-    def first_row(self, fact: int) -> int:
-        """The first of a fact's corrupted rows."""
-        return len(self.questions) + fact * self.samples
-
-    def run(self, *, replace: bool) -> ActivationCache:
-        """Clean and corrupted rows in one forward pass."""
-        clean = pad_prompts(self.lm, [q.prompt for q in self.questions])
+    @cached_property
+    def run(self) -> ActivationCache:
+        """The clean and corrupted runs."""
+        clean = _padded_ids(self.lm, [answer.prompt for answer in self.answers])
         ids = torch.cat([clean, clean.repeat_interleave(self.samples, 0)])
+        corruption = self.settings.corruption
 
-        def corrupt(out: Tensor) -> Tensor:
-            for i, q in enumerate(self.questions):
-                self.corrupt_(out[self.first_row(i) :][: self.samples], q, replace)
-            return out
+        def corrupt(embeddings: Float[Tensor, "row token width"]) -> Tensor:
+            width = embeddings.shape[-1]
+            for i, answer in enumerate(self.answers):
+                rows = embeddings[self._first_row(i) :][: self.samples]
+                start, stop = corruption.token_range(answer.subject, len(answer.prompt))
+                noise = sample_noise(corruption, self.scale, answer.fact, stop - start, width)
+                rows[:, start:stop] = corrupt_embeddings(
+                    rows[:, start:stop], noise, corruption.replace
+                )
+            return embeddings
 
         return forward(self.lm, ids, keep=self.settings.contributions, embed=corrupt)
 
-    def corrupt_(
-        self, embeddings: Float[Tensor, "sample token width"], q: CleanAnswer, replace: bool
-    ) -> None:
-        """Hide the subject in a fact's corrupted rows."""
-        corruption = self.settings.corruption
-        start, stop = corruption.tokens(q.subject, len(q.prompt))
-        noise = sample_noise(corruption, self.scale, q.fact, stop - start, embeddings.shape[-1])
-        embeddings[:, start:stop] = corrupt_embeddings(embeddings[:, start:stop], noise, replace)
+    def _first_row(self, fact: int) -> int:
+        """The first of a fact's corrupted rows."""
+        return len(self.answers) + fact * self.samples
 
-    def corrupted(self, run: ActivationCache) -> Float[Tensor, "fact sample"]:
-        """P*[o] in every corrupted row."""
-        rows = run.states[-1][len(self.questions) :]
-        ends = torch.tensor([len(q.prompt) - 1 for q in self.questions])
-        last = rows[torch.arange(len(rows)), ends.repeat_interleave(self.samples)]
-        answer = torch.tensor([q.answer for q in self.questions], device=last.device)
-        p = token_probability(self.lm, last, answer.repeat_interleave(self.samples))
-        return p.view(-1, self.samples).cpu()
-
-    def unrestored(self, run: ActivationCache) -> tuple[list[TraceRecord], Float[Tensor, " fact"]]:
-        """The records without tables, and what a cell holds that restores nothing."""
+    def corrupted_records(self) -> tuple[list[TraceRecord], Float[Tensor, " fact"]]:
+        """Records of both runs, without tables; and the baseline: P*[o] with nothing restored."""
         corruption = self.settings.corruption
-        unrestored = corrupted = self.corrupted(run)
+        unrestored = corrupted = self._corrupted_probabilities(self.run)
         if corruption.replace and corruption.baseline == "added":
-            corrupted = self.corrupted(self.run(replace=False))
+            added = replace(self.settings, corruption=replace(corruption, replace=False))
+            corrupted = self._corrupted_probabilities(replace(self, settings=added).run)
+        settings = {**self.settings.to_dict(), "sigma": self.scale.sigma}
         records = [
-            TraceRecord(
-                **_answered(self.lm, q),
-                known=q.known,
-                corrupted=float(corrupted[i].mean()),
-                corrupted_samples=tuple(corrupted[i].tolist()),
-                settings={**self.settings.to_dict(), "sigma": self.scale.sigma},
-            )
-            for i, q in enumerate(self.questions)
+            _record(self.lm, answer, samples.tolist(), settings)
+            for answer, samples in zip(self.answers, corrupted, strict=True)
         ]
         return records, unrestored.mean(1)
 
-    def tables(
-        self,
-        run: ActivationCache,
-        unrestored: Float[Tensor, " fact"],
-        budget: Budget,
-        progress: Callable[[float], None],
-    ) -> dict[tuple[str, str], list[CellTable]]:
-        """Every table that the settings ask for, one of each for every fact."""
-        wanted = self.restorations()
-        job = budget.job(self.lm)
-
-        def part_done(share: float) -> None:
-            progress(share / len(wanted))
-
-        found: dict[tuple[str, str], list[CellTable]] = {}
-        for name, restoration in wanted.items():
-            rows = self.settings.sever_rows if restoration.sever else "all"
-            stretches = self.stretches(rows)
-            cells = restore(self.lm, run, stretches, restoration, job, part_done)
-            found[name] = self.grids(cells, rows, unrestored)
-        return found
+    def _corrupted_probabilities(self, run: ActivationCache) -> Float[Tensor, "fact sample"]:
+        rows = run.states[-1][len(self.answers) :]
+        ends = torch.tensor([len(answer.prompt) - 1 for answer in self.answers])
+        last = rows[torch.arange(len(rows)), ends.repeat_interleave(self.samples)]
+        ids = torch.tensor([answer.answer_id for answer in self.answers], device=last.device)
+        p = token_probability(self.lm, last, ids.repeat_interleave(self.samples))
+        return p.view(-1, self.samples).cpu()
 
     def restorations(self) -> dict[tuple[str, str], Restoration]:
-        """What each table restores, by where it goes in the record."""
+        """What each table restores, by its field in the record and its key there."""
         layers, settings = range(self.lm.n_layers), self.settings
         single = [(layer, layer + 1) for layer in layers]
-        windows = [window_around(settings, layer, len(layers)) for layer in layers]
-        every = settings.sever_at == "every"
+        windows = [settings.window_around(layer, len(layers)) for layer in layers]
         restored = {
             ("restored", kind): Restoration(
                 kind=kind, windows=single if kind == "states" else windows
@@ -262,68 +205,126 @@ class TraceBatch:
         }
         severed = {
             ("severed", module): Restoration(
-                kind="states", windows=single, sever=module, sever_every=every
+                kind="states",
+                windows=single,
+                sever=module,
+                sever_every=settings.freeze_at == "all",
             )
             for module in settings.sever
         }
         return restored | severed
 
-    def stretches(self, rows: str) -> list[Segment]:
-        """The tokens that each restoration sends through the layers: by fact, sample, token."""
-        return [
-            stretch
-            for i, q in enumerate(self.questions)
-            for stretch in self.stretches_of(i, range(self.samples), q.tokens(rows))
-        ]
+    def restored_tokens(self, answer: CleanAnswer, restoration: Restoration) -> list[int]:
+        """The tokens that a table restores: from the subject on, or its last token only."""
+        if restoration.sever and self.settings.sever_tokens == "last_subject":
+            return [answer.subject[1] - 1]
+        return list(range(answer.subject[0], len(answer.prompt)))
 
-    def stretches_of(
-        self, fact: int, samples: Sequence[int], tokens: Sequence[int]
-    ) -> list[Segment]:
-        """Those of one fact, of some samples and tokens."""
-        q = self.questions[fact]
+    def baseline_tokens(self, answer: CleanAnswer, restoration: Restoration) -> list[int]:
+        """Tokens left of the subject: both runs agree there, so a table holds the baseline."""
+        if restoration.sever and self.settings.sever_tokens == "last_subject":
+            return []
+        return list(range(answer.subject[0]))
+
+    def segments(self, fact: int, samples: Iterable[int], tokens: Sequence[int]) -> list[Segment]:
+        """One segment for each sample and restored token of a fact."""
+        answer, first = self.answers[fact], self._first_row(fact)
         return [
             Segment(
                 clean=fact,
-                row=self.first_row(fact) + sample,
+                row=first + sample,
                 start=token,
-                stop=len(q.prompt),
-                answer=q.answer,
+                stop=len(answer.prompt),
+                answer=answer.answer_id,
             )
             for sample in samples
             for token in tokens
         ]
 
-    def grids(
+    def tables(
         self,
-        cells: Float[Tensor, "stretch layer"],
-        rows: str,
-        unrestored: Float[Tensor, " fact"],
+        cells: Float[Tensor, "segment layer"],
+        restoration: Restoration,
+        baseline: Float[Tensor, " fact"],
     ) -> list[CellTable]:
-        """A table for each fact: the mean over its samples of each cell's probability."""
-        sizes = [self.samples * len(q.tokens(rows)) for q in self.questions]
+        """A table per fact: each cell's mean probability over the samples."""
+        tokens = [self.restored_tokens(answer, restoration) for answer in self.answers]
+        parts = cells.split([self.samples * len(some) for some in tokens])
         tables = []
-        for q, mine, p in zip(self.questions, cells.split(sizes), unrestored, strict=True):
-            tokens = q.tokens(rows)
-            table = torch.full((len(q.prompt), self.lm.n_layers), torch.nan)
-            if rows == "all":
-                # Left of the subject both runs are the same: there is nothing to restore.
-                table[: q.subject[0]] = p
-            table[tokens] = mine.view(self.samples, len(tokens), -1).mean(0)
+        for answer, some, part, p in zip(self.answers, tokens, parts, baseline, strict=True):
+            table = torch.full((len(answer.prompt), self.lm.n_layers), torch.nan)
+            table[self.baseline_tokens(answer, restoration)] = p
+            table[some] = part.view(self.samples, len(some), -1).mean(0)
             tables.append(as_cell_table(table.tolist()))
         return tables
 
-    def gradients(self, q: CleanAnswer) -> dict[str, CellTable]:
-        """The norm of the integrated gradient at the same cells."""
-        path = self.settings.gradient_path
-        norms = {
-            kind: integrated_gradients(self.lm, q.prompt.ids, q.answer, kind, path=path)
-            for kind in self.settings.kinds
-        }
-        return {kind: as_cell_table(table.tolist()) for kind, table in norms.items()}
+
+MIN_BUDGET = 2**20
+"""Bytes below which running out of memory is final."""
 
 
-LOOKAHEAD = 128
-"""How many facts are asked for their answers, and sorted by length, before they are traced."""
+def trace_batch(
+    lm: LM,
+    answers: Sequence[CleanAnswer],
+    settings: Tracing,
+    scale: NoiseScale,
+    budget: Budget,
+    progress: Progress = no_progress,
+) -> list[TraceRecord]:
+    """Trace facts together; if memory runs out, in two halves with half the budget."""
+    nested = NestedProgress(progress)
+    batch = TraceBatch(lm=lm, answers=answers, settings=settings, scale=scale)
+    try:
+        records, baseline = batch.corrupted_records()
+        restorations = batch.restorations()
+        tables: dict[tuple[str, str], list[CellTable]] = {}
+        for i, (name, restoration) in enumerate(restorations.items()):
+            segments = [
+                segment
+                for j, answer in enumerate(answers)
+                for segment in batch.segments(
+                    j, range(batch.samples), batch.restored_tokens(answer, restoration)
+                )
+            ]
+            part = nested.within(i / len(restorations), 1 / len(restorations))
+            cells = restore(lm, batch.run, segments, restoration, budget.batch_sizes(lm), part)
+            tables[name] = batch.tables(cells, restoration, baseline)
+        return [
+            replace(
+                record,
+                restored={kind: tables["restored", kind][i] for kind in settings.kinds},
+                severed={module: tables["severed", module][i] for module in settings.sever},
+                gradients=_gradients(lm, answers[i], settings) if settings.gradients else {},
+            )
+            for i, record in enumerate(records)
+        ]
+    except RuntimeError as error:
+        if not is_out_of_memory(error) or budget.bytes < MIN_BUDGET:
+            raise
+    # Outside the except block, so that nothing refers to the failed attempt's activations.
+    del batch
+    release_memory()
+    half = max(1, len(answers) // 2)
+    records = []
+    for i in range(0, len(answers), half):
+        some = answers[i : i + half]
+        part = nested.within(i / len(answers), len(some) / len(answers))
+        records += trace_batch(lm, some, settings, scale, budget.half(), part)
+    return records
+
+
+def _gradients(lm: LM, answer: CleanAnswer, settings: Tracing) -> dict[str, CellTable]:
+    """The norm of the integrated gradient of each kind, at every token and layer."""
+    norms = {
+        kind: integrated_gradients(
+            lm, answer.prompt.ids, answer.answer_id, kind, path=settings.gradient_path
+        )
+        for kind in settings.kinds
+    }
+    return {kind: as_cell_table(table.tolist()) for kind, table in norms.items()}
+
+
+# ---- one fact, many facts
 
 
 def trace(
@@ -333,16 +334,20 @@ def trace(
     *,
     scale: NoiseScale | None = None,
     memory: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = no_progress,
 ) -> TraceRecord:
-    """Trace one fact; a fact that the model does not know is traced all the same.
+    """Trace one fact, whether the model knows it or not.
 
-    `memory` bounds the bytes used beside the model; `done` hears each share of the work (of 1).
+    `memory` bounds the bytes used beside the model.
     """
     settings = settings or Tracing()
-    scale = scale or default_scale(lm, settings.corruption, [fact])
-    [question] = clean_answers(lm, [fact], settings)
-    return _trace_within(lm, [question], settings, scale, Budget.of(lm, memory), progress)[0]
+    scale = scale or default_noise_scale(lm, settings.corruption, [fact])
+    answers = clean_answers(lm, [fact], settings)
+    return trace_batch(lm, answers, settings, scale, Budget.of(lm, memory), progress)[0]
+
+
+LOOKAHEAD = 128
+"""Facts whose clean answers are computed together and sorted by length before they are traced."""
 
 
 def trace_many(
@@ -353,74 +358,45 @@ def trace_many(
     scale: NoiseScale | None = None,
     memory: int | None = None,
     finished: Collection[Fact] = (),
-    progress: Callable[[int], None] = lambda n: None,
+    progress: Progress = no_progress,
 ) -> Iterator[TraceRecord]:
-    """Trace many facts, several of about the same length in a batch, as each batch is finished.
+    """Trace many facts, those of similar length together; yield records as they are finished.
 
-    A fact whose answer is not its target is recorded as not known, without a trace. `memory`
-    bounds the bytes used beside the model; `done` hears how many facts were finished. Those
-    `finished` before are passed over, but still asked together with the others, so that a run
-    that was broken off gives the very numbers of an unbroken one (where facts are traced one by
-    one, as on a CPU).
+    A fact that the model does not know is recorded without tables. `memory` bounds the bytes used
+    beside the model. Facts already `finished` are skipped, but their clean answers are computed
+    together with the others', so that a resumed run is bit-for-bit identical to an uninterrupted
+    one where facts are traced one at a time, as on a CPU. `progress` counts skipped facts as done.
     """
     settings = settings or Tracing()
-    scale = scale or default_scale(lm, settings.corruption, facts)
+    scale = scale or default_noise_scale(lm, settings.corruption, facts)
     budget = Budget.of(lm, memory)
-    for begin in range(0, len(facts), LOOKAHEAD):
-        some = facts[begin : begin + LOOKAHEAD]
+    progress(sum(fact in finished for fact in facts) / max(1, len(facts)))
+    for start in range(0, len(facts), LOOKAHEAD):
+        some = facts[start : start + LOOKAHEAD]
         if all(fact in finished for fact in some):
             continue
-        questions = [q for q in clean_answers(lm, some, settings) if q.fact not in finished]
-        for question in questions:
-            if not question.known:
-                yield unknown_fact_record(lm, question, settings)
-                progress(1)
-        for batch in batches(lm, [q for q in questions if q.known], settings, budget):
-            yield from _trace_within(lm, batch, settings, scale, budget)
-            progress(len(batch))
+        answers = [a for a in clean_answers(lm, some, settings) if a.fact not in finished]
+        for answer in answers:
+            if not answer.known:
+                yield _record(lm, answer, (), settings.to_dict())
+                progress(1 / len(facts))
+        known = [answer for answer in answers if answer.known]
+        for batch in batches_by_length(lm, known, settings, budget):
+            yield from trace_batch(lm, batch, settings, scale, budget)
+            progress(len(batch) / len(facts))
 
 
-def default_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> NoiseScale:
-    """σ over the subjects of the facts, or of the package's own where these are too few."""
-    from factscope.data.readers import everyday_facts
-
-    if len(facts) < 20:
-        facts = everyday_facts()
-    return measure_noise_scale(lm, corruption, [f.subject for f in facts], [f.text for f in facts])
-
-
-def batches(
-    lm: LM, questions: Sequence[CleanAnswer], settings: Tracing, budget: Budget
+def batches_by_length(
+    lm: LM, answers: Sequence[CleanAnswer], settings: Tracing, budget: Budget
 ) -> Iterator[list[CleanAnswer]]:
-    """Questions that go together: about as many tokens to restore, so that few slots are empty."""
-    kept = 1 + len(settings.contributions)
+    """Batches of facts with about as many tokens to restore, so that little padding is needed."""
+    tensors = 1 + len(settings.contributions)
     batch: list[CleanAnswer] = []
-    for q in sorted(questions, key=lambda q: q.restorable):
-        size = budget.facts(lm, len(q.prompt), settings.corruption.samples, kept)
-        if batch and (len(batch) >= size or q.restorable > batch[0].restorable + 1):
+    for answer in sorted(answers, key=lambda answer: answer.restorable):
+        size = budget.facts(lm, len(answer.prompt), settings.corruption.samples, tensors)
+        if batch and (len(batch) >= size or answer.restorable > batch[0].restorable + 1):
             yield batch
             batch = []
-        batch.append(q)
+        batch.append(answer)
     if batch:
         yield batch
-
-
-def _trace_within(
-    lm: LM,
-    questions: Sequence[CleanAnswer],
-    settings: Tracing,
-    scale: NoiseScale,
-    budget: Budget,
-    progress: Callable[[float], None] = lambda share: None,
-) -> list[TraceRecord]:
-    """Trace a batch; where memory runs out, in halves, and with half the bound."""
-    try:
-        return trace_batch(lm, questions, settings, scale, budget, progress)
-    except RuntimeError as error:
-        if not is_out_of_memory(error) or budget.bytes < 2**20:
-            raise
-    if lm.device.type == "cuda":
-        torch.cuda.empty_cache()
-    half = max(1, len(questions) // 2)
-    parts = [questions[i : i + half] for i in range(0, len(questions), half)]
-    return [r for part in parts for r in _trace_within(lm, part, settings, scale, budget.half())]
