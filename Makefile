@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check browser docs commands setup clean
+.PHONY: demo test check browser docs commands code-map test-gpu setup clean
 
 demo: $(READY)  ## trace a fact and draw it
 	$(BIN)/factscope demo
 
 test: check browser  ## the whole suite; one thread a worker, since two that compete are slower
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-gpu: $(READY)  ## tests that need a CUDA GPU: captured graphs, kernels, static decoding
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/gpu
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check
@@ -25,6 +28,9 @@ docs: $(READY)  ## the documentation as pages, in build/site
 
 commands: $(READY)  ## the reference of the command line, from the commands themselves
 	$(BIN)/python docs/tools/commands.py
+
+code-map: $(READY)  ## docs/code-map.md, from the docstrings of all modules
+	$(BIN)/python docs/tools/code_map.py
 
 setup: $(READY)  ## .venv with everything for development
 

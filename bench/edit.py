@@ -33,12 +33,11 @@ from typing import Any
 import torch
 
 from factscope.editing.editor import Editor
-from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.editing.hypernet.gradients import last_layers, target_modules
-from factscope.editing.hypernet.weights import NETWORKS, HypernetWeights, build_network
-from factscope.editing.settings import editor
+from factscope.editing.hypernet.settings import KeConfig, MendConfig
+from factscope.editing.hypernet.weights import HypernetWeights, network_for
 from factscope.editing.reference import reference_rome
-from factscope.editing.settings import Rome
+from factscope.editing.settings import HypernetEditor, Ke, Mend, Rome, editor
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.stats.second_moment import SecondMoment
@@ -163,24 +162,19 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
 WARM = 4
 """So many edits of a kind pass until all is recorded that will be."""
 
-SIZES = {"mend": {"rank": 1920}, "ke": {}}
+CONFIGS: dict[type[HypernetEditor], MendConfig | KeConfig] = {
+    Mend: MendConfig(rank=1920),
+    Ke: KeConfig(),
+}
 """The published networks."""
 
 
 def learned(lm: LM, kind: type[HypernetEditor]) -> HypernetEditor:
     """The editor with an untrained network."""
-    layers = last_layers(lm)
-    design: Any = NETWORKS[kind.method][0]
-    network = build_network(
-        kind.method,
-        design(
-            places=tuple(place.shape for place in target_modules(lm, layers)), layers=layers,
-            width=lm.embed.weight.shape[1], **SIZES[kind.method],
-        ),
-    )  # fmt: skip
+    network = network_for(lm, target_modules(lm, last_layers(lm)), CONFIGS[kind])
     return kind(
         weights=HypernetWeights(
-            network=network, model=lm.name, fingerprint=lm.fingerprint, trained={}, sha256="none"
+            network=network, model=lm.name, fingerprint=lm.fingerprint, training={}, sha256="none"
         )
     )
 

@@ -1,13 +1,17 @@
 """Models of known shapes with random weights, and a clock: what the benchmarks share."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
+from factscope.lm.tokens import Prompt
+from factscope.tracing.trace import CleanAnswer
 
 SHAPES = {
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
@@ -42,6 +46,34 @@ def shaped(name: str, device: str, dtype: torch.dtype) -> LM:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
     return LM(model=model, tokenizer=NoTokenizer(), family=family_of(model), name=name)
+
+
+SUBJECT = (0, 4)
+"""The subject comes first, so that every token is restored."""
+
+Place = tuple[int, tuple[int, int]]
+"""A prompt's length and its subject's tokens."""
+
+
+def random_prompts(lm: LM, places: Sequence[Place]) -> list[CleanAnswer]:
+    """Prompts of random tokens, of the given lengths."""
+    rng = np.random.default_rng(0)
+    vocabulary = lm.embed.weight.shape[0]
+    return [
+        CleanAnswer(
+            fact=Fact(subject=str(i), prompt="{}"),
+            prompt=Prompt(
+                ids=tuple(int(x) for x in rng.integers(vocabulary, size=tokens)),
+                offsets=((0, 0),) * tokens,
+                texts=("?",) * tokens,
+            ),
+            subject=subject,
+            answer_id=0,
+            probability=0.0,
+            known=True,
+        )
+        for i, (tokens, subject) in enumerate(places)
+    ]
 
 
 @dataclass

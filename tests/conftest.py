@@ -2,7 +2,8 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # kernels run on a CPU; to be said before triton is imported
+# Kernels run in triton's interpreter, on a CPU; `make test-gpu` sets 0. triton reads it on import.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 

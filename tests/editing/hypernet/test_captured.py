@@ -6,7 +6,7 @@ from factscope.editing.hypernet import editor as module
 from factscope.facts import Fact
 
 from fake_graph import use_fake_graphs
-from hypernets import EDITORS, a_network, small, weights_of
+from hypernets import EDITORS, make_network, tiny_lm, weights_of
 
 FACTS = [
     Fact(subject="The Eiffel Tower", prompt="{} is in", target="Rome"),
@@ -23,8 +23,8 @@ FACTS = [
 def test_captured_passes_give_the_same_edits(
     method: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = small(family)
-    editor = EDITORS[method](weights=weights_of(lm, a_network(lm, method)))
+    lm = tiny_lm(family)
+    editor = EDITORS[method](weights=weights_of(lm, make_network(lm, method)))
     lm.cache.clear()
     expected = [editor.each(lm, [fact])[0] for fact in FACTS]
     fake = use_fake_graphs(monkeypatch)

@@ -1,0 +1,140 @@
+"""What does each acceleration gain? Every part of `lm.accel` switched off in turn.
+
+    python bench/ablate.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
+
+Prints, for each part and each workload that uses it, the seconds with everything on and with that
+part off, medians of `--repeat` runs after two warm-up runs. A part stays in the code only if it
+gains at least 10 % somewhere. Workloads, on a model with random weights:
+
+    trace      one fact of 12 tokens, 10 samples, all three kinds
+    edit       one ROME edit after others of its shape: 21 contexts, 20 steps, checks included
+    edits      64 ROME edits in one batch
+    evaluate   16 CounterFact cases, texts of 100 tokens included
+    mend       one MEND edit after others
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from edit import learned, prepared
+from evaluate import cases_of
+from factscope.editing.settings import Mend
+from factscope.evaluation.protocols import Evaluation
+from factscope.evaluation.settings import ScoringOptions
+from factscope.lm.accel import attention, decode, graphs, linear, matmul, run, search
+from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.memory import Budget
+from factscope.tracing.corruption import NoiseScale
+from factscope.tracing.settings import Corruption, Tracing
+from factscope.tracing.trace import trace_batch
+
+from shapes import SHAPES, SUBJECT, Clock, random_prompts
+
+Patch = tuple[Any, str, Any]
+
+
+class Eager(graphs.CudaGraph):
+    """A graph that is never captured."""
+
+    def __init__(self, function: Callable[..., Any], **_: Any) -> None:
+        super().__init__(function, pays=False)
+
+
+PARTS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
+    "fast linear layers": (
+        [(linear, "fast_forwards", lambda part, split=True: {}),
+         (search.ModelCache, "build", lambda cache, lm, blocks: {})],
+        ("trace", "edit", "edits", "evaluate"),
+    ),
+    "splitting kernel": ([(matmul, "_fused", lambda device, columns: False)],
+                         ("trace", "edit", "edits", "evaluate")),
+    "suffix attention": ([(attention, "has_kernels", lambda device: False)], ("edit", "edits")),
+    "captured steps": ([(search, "CudaGraph", Eager)], ("edit", "edits")),
+    "captured passes": ([(graphs, "can_capture", lambda lm: False)], ("edit", "mend")),
+    "model cache": (
+        [(search, "_uses_cache", lambda objective: False), (run, "model_cache", lambda lm: None)],
+        ("edit",),
+    ),
+    "length buckets": ([(LengthBuckets, "of", lambda lm, facts: LengthBuckets())], ("edit",)),
+    "static decoding": ([(decode, "on_gpu", lambda lm: False)], ("evaluate",)),
+    "decode attention": ([(decode, "has_kernels", lambda device: False)], ("evaluate",)),
+    "transposed head": ([("factscope.lm.model", "logits_of", lambda head, x: head(x))],
+                        ("trace", "edit", "evaluate")),
+}  # fmt: skip
+"""Part → what switches it off, and the workloads that use it."""
+
+
+@contextmanager
+def without(part: str | None) -> Iterator[None]:
+    """Switch one part off."""
+    with ExitStack() as stack:
+        for where, name, value in PARTS[part][0] if part else ():
+            target = patch(f"{where}.{name}", value) if isinstance(where, str) else patch.object(
+                where, name, value
+            )  # fmt: skip
+            stack.enter_context(target)
+        yield
+
+
+def workloads(args: argparse.Namespace, dtype: str) -> tuple[Any, dict[str, Callable[[], object]]]:
+    """The model, and what is timed on it."""
+    lm, rome, facts = prepared(argparse.Namespace(**{**vars(args), "facts": 64}), dtype)
+    settings = Tracing(corruption=Corruption(samples=10))
+    [answer] = random_prompts(lm, [(12, SUBJECT)])
+    cases = cases_of(argparse.Namespace(model=None, cases=16))
+    evaluation = Evaluation(
+        lm=lm, editor=rome, data="bench", method="rome", scoring=ScoringOptions(length=100)
+    )
+    mend = learned(lm, Mend)
+
+    def trace() -> object:
+        return trace_batch(lm, [answer], settings, NoiseScale(sigma=0.02), Budget.of(lm, None))
+
+    return lm, {
+        "trace": trace,
+        "edit": lambda: rome.attempt(lm, facts[:1]),
+        "edits": lambda: rome.attempt(lm, facts),
+        "evaluate": lambda: evaluation.single(cases, evaluation.score_unedited(cases)),
+        "mend": lambda: mend.attempt(lm, facts[:1]),
+    }
+
+
+def median(function: Callable[[], object], clock: Clock, repeat: int) -> float:
+    for _ in range(3):
+        function()
+    return statistics.median(clock(function) for _ in range(repeat))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2-xl")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "tf32", "bfloat16"])
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    for name, value in {"model": None, "layer": None, "contexts": 21, "steps": 20}.items():
+        setattr(args, name, value)
+    clock = Clock(cuda=args.device.startswith("cuda"))
+    print("| dtype | part | workload | on, s | off, s | gain |\n|---|---|---|---|---|---|")
+    for dtype in args.dtype:
+        lm, work = workloads(args, dtype)
+        on = {name: median(function, clock, args.repeat) for name, function in work.items()}
+        for part, (_, used) in PARTS.items():
+            for name in used:
+                lm.cache.clear()
+                with without(part):
+                    off = median(work[name], clock, args.repeat)
+                lm.cache.clear()
+                gain = off / on[name] - 1
+                print(
+                    f"| {dtype} | {part} | {name} | {on[name]:.4f} | {off:.4f} | {gain:+.0%} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
