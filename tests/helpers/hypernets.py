@@ -1,24 +1,26 @@
-"""Small hypernetworks for tiny models."""
+"""Small hypernetworks for tiny models, and quick settings to train them."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from factscope.editing.contexts import edit_request
+from factscope.editing.contexts import TokenBatch, edit_request
 from factscope.editing.hypernet.gradients import (
     SplitModel,
-    TokenBatch,
     gradient_factors,
     target_modules,
 )
 from factscope.editing.hypernet.model import Hypernetwork
-from factscope.editing.hypernet.settings import KeConfig, MendConfig
+from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
 from factscope.editing.hypernet.weights import HypernetWeights, network_for
 from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.facts import Fact
 from factscope.lm.model import LM
 
+from counterfact import record
 from families import tiny_text_lm
 
 FACTS = [
@@ -35,7 +37,7 @@ CONFIGS = {
 }
 
 
-def small(family: str) -> LM:
+def tiny_lm(family: str) -> LM:
     return tiny_text_lm(family, spread=0.1)
 
 
@@ -64,3 +66,19 @@ def token_batch(lm: LM, facts: Sequence[Fact]) -> TokenBatch:
 def factors_of(split: SplitModel, batch: TokenBatch) -> Any:
     """The gradient factors of a batch at every target module."""
     return gradient_factors(split, split.below(batch.ids)[0], batch)[0]
+
+
+def quick_training(method: str = "mend", **settings: Any) -> Training:
+    """Settings with which a few steps change something."""
+    networks = {
+        "mend": MendConfig(rank=8, edit_lr=1e-3),
+        "ke": KeConfig(lstm_width=8, condition_width=8),
+    }
+    quick = {"network": networks[method], "batch_size": 4, "eval_every": 5, "lr": 3e-3}
+    return Training(**{**quick, "validation_examples": 6, "warmup_steps": 2, **settings})
+
+
+def write_towers(path: Path, count: int = 40) -> Path:
+    """A file of CounterFact cases."""
+    path.write_text(json.dumps([record(i) for i in range(count)]))
+    return path

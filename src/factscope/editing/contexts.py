@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextRow",
     "EditRequest",
+    "TokenBatch",
     "TokenRow",
     "context_row",
     "edit_position",
@@ -157,10 +158,91 @@ def pad_rows(
 ) -> Int[Tensor, "row token"]:
     """The rows' ids, padded on the right to the longest row, or to `length` if that is longer.
 
-    The padding is 0: no real token attends to it.
+    The padding is 0; a causal model never attends to it.
     """
-    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
-    return pad(ids, (0, max(0, length - ids.shape[1]))).to(device)
+    return _padded([row.ids for row in rows], device, length)
+
+
+def _padded(
+    lists: Sequence[Sequence[int]], device: torch.device, length: int = 0
+) -> Int[Tensor, "row column"]:
+    table = pad_sequence([torch.tensor(x) for x in lists], batch_first=True)
+    return pad(table, (0, max(0, length - table.shape[1]))).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Token rows padded on the right to one length.
+
+    With several rows only the real positions are decoded. A single row decodes its padded positions
+    as well and masks them afterwards: its tensor shapes then do not depend on the data, which
+    `captured` passes require.
+    """
+
+    ids: Int[Tensor, "row token"]
+    positions: Int[Tensor, "row slot"]
+    labels: Int[Tensor, "row slot"]
+    mask: Bool[Tensor, "row slot"]
+    """False where `positions` and `labels` are padding."""
+    lengths: Int[Tensor, " row"]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[TokenRow], device: torch.device, tokens: int = 0, labels: int = 0
+    ) -> "TokenBatch":
+        """The rows as tensors with at least this many tokens and labels."""
+        return cls(
+            ids=pad_rows(rows, device, tokens),
+            positions=_padded([row.positions for row in rows], device, labels),
+            labels=_padded([row.labels for row in rows], device, labels),
+            mask=_padded([[1] * len(row.labels) for row in rows], device, labels).bool(),
+            lengths=torch.tensor([len(row.ids) for row in rows], device=device),
+        )
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one row only."""
+        return len(self.ids) == 1
+
+    def _select(self, table: Int[Tensor, "row slot"]) -> Int[Tensor, " label"]:
+        """The entries that are decoded: all of a single row, the real ones of several."""
+        return table[0] if self.single else table[self.mask]
+
+    def log_probs(
+        self, lm: "LM", hidden: Float[Tensor, "row token width"]
+    ) -> Float[Tensor, "label vocabulary"]:
+        """log P of the next token at each position, from the last layer's hidden states."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        row, position = self._select(rows.expand_as(self.labels)), self._select(self.positions)
+        logits = lm.decode(hidden[row.to(hidden.device), position.to(hidden.device)])
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(dtype).log_softmax(-1).to(self.ids.device)
+
+    def losses(self, log_probs: Float[Tensor, "label vocabulary"]) -> Float[Tensor, " row"]:
+        """Each row's mean of -log P over its labels."""
+        return self.row_means(-log_probs.gather(1, self._select(self.labels)[:, None])[:, 0])
+
+    def all_correct(self, log_probs: Float[Tensor, "label vocabulary"]) -> Bool[Tensor, " row"]:
+        """Whether every label of a row is the most likely token at its position."""
+        correct = (log_probs.argmax(-1) == self._select(self.labels)).float()
+        return self.row_means(correct) == 1
+
+    def row_means(self, numbers: Float[Tensor, " label"]) -> Float[Tensor, " row"]:
+        """Each row's mean over its real positions."""
+        zeros = numbers.new_zeros(self.mask.shape)
+        if self.single:
+            table = torch.where(self.mask, numbers, zeros)
+        else:
+            table = zeros.masked_scatter(self.mask, numbers)
+        return table.sum(1) / self.mask.sum(1)
+
+    def roll(self, shift: int) -> "TokenBatch":
+        """The batch with its rows rotated."""
+        return TokenBatch(**{name: x.roll(shift, 0) for name, x in vars(self).items()})
+
+    def only(self, rows: Int[Tensor, " some"]) -> "TokenBatch":
+        """Some of the rows."""
+        return TokenBatch(**{name: x[rows.to(x.device)] for name, x in vars(self).items()})
 
 
 # ---- prefixes

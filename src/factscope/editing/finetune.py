@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim.adam import adam
 
 from factscope.editing.batches import retry_smaller, run_in_batches
 from factscope.editing.checks import with_checks
-from factscope.editing.contexts import EditRequest, TokenRow, edit_requests, pad_rows
+from factscope.editing.contexts import EditRequest, TokenBatch, TokenRow, edit_requests
 from factscope.editing.defaults import check_layer, finetune_layer, finetune_max_change
 from factscope.editing.edit import Dense, Edit
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
@@ -89,10 +88,7 @@ class FineTuneObjective:
     replay: Replay
     states: Float[Tensor, "row token width"]
     """Input of the trained layer."""
-    positions: Int[Tensor, "row label"]
-    labels: Int[Tensor, "row label"]
-    mask: Bool[Tensor, "row label"]
-    """False where a row has fewer labels than the longest."""
+    batch: TokenBatch
 
     def losses(
         self, weights: Sequence[TrainedWeight], deltas: Sequence[Float[Tensor, "group ..."]]
@@ -102,19 +98,12 @@ class FineTuneObjective:
         with hook_io(*((w.module, _adding(d)) for w, d in zip(weights, deltas, strict=True))):
             for layer in range(self.layer, self.lm.n_layers):
                 hidden = self.replay(layer, hidden)
-        # The output embedding is applied only where a target token is predicted.
-        row = self.mask.nonzero()[:, 0].to(hidden.device)
-        logits = self.lm.decode(hidden[row, self.positions[self.mask].to(hidden.device)])
-        log_p = logits.to(deltas[0].dtype).log_softmax(-1)
-        labels = self.labels[self.mask].to(log_p.device)
-        nll = -log_p.gather(1, labels[:, None])[:, 0].to(deltas[0].device)
-        mask = self.mask.to(nll.device)
-        return nll.new_zeros(mask.shape).masked_scatter(mask, nll).sum(1) / mask.sum(1)
+        return self.batch.losses(self.batch.log_probs(self.lm, hidden))
 
     def only(self, rows: Int[Tensor, " some"]) -> "FineTuneObjective":
         """The same for some of the rows."""
-        tables = {name: getattr(self, name) for name in ("states", "positions", "labels", "mask")}
-        return replace(self, **{name: x[rows.to(x.device)] for name, x in tables.items()})
+        states = self.states[rows.to(self.states.device)]
+        return replace(self, states=states, batch=self.batch.only(rows))
 
 
 def _adding(delta: Float[Tensor, "group ..."]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -145,21 +134,15 @@ def target_row(request: EditRequest, objective: TargetPositions) -> TokenRow:
 
 def prepare_objective(lm: "LM", rows: Sequence[TokenRow], layer: int) -> FineTuneObjective:
     """Run the rows once and keep the input of the trained layer."""
-    ids = pad_rows(rows, lm.device)
-    run = forward(lm, ids)
-
-    def padded(lists: Sequence[Sequence[int]]) -> Int[Tensor, "row label"]:
-        return pad_sequence([torch.tensor(x) for x in lists], batch_first=True).to(ids.device)
-
+    batch = TokenBatch.of(rows, lm.device)
+    run = forward(lm, batch.ids)
     return FineTuneObjective(
         lm=lm,
         layer=layer,
         # All rows are padded to one length, so masks and positions of one row serve all of them.
-        replay=Replay.whole(lm, forward(lm, ids[:1])),
+        replay=Replay.whole(lm, forward(lm, batch.ids[:1])),
         states=(run.inputs, *run.states)[layer],
-        positions=padded([row.positions for row in rows]),
-        labels=padded([row.labels for row in rows]),
-        mask=padded([[1] * len(row.labels) for row in rows]).bool(),
+        batch=batch,
     )
 
 

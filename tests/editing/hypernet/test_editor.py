@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from factscope.editing.contexts import TokenRow, edit_request
+from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.editing.hypernet.editor import embed_request
 from factscope.editing.hypernet.gradients import (
     SplitModel,
-    TokenBatch,
     changes_applied,
     gradient_factors,
     last_layers,
@@ -35,18 +34,18 @@ from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
 from families import FAMILIES
-from hypernets import EDITORS, FACTS, factors_of, make_network, small, token_batch, weights_of
+from hypernets import EDITORS, FACTS, factors_of, make_network, tiny_lm, token_batch, weights_of
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def lm(request: pytest.FixtureRequest) -> LM:
     """A tiny model of each family."""
-    return small(request.param)
+    return tiny_lm(request.param)
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> LM:
-    return small("gpt2")
+    return tiny_lm("gpt2")
 
 
 def autograd(lm: LM, fact: Fact, names: Sequence[str]) -> dict[str, Tensor]:
@@ -103,7 +102,7 @@ def test_target_modules_are_the_last_mlps(gpt2: LM) -> None:
     assert names == [
         "1.mlp.c_fc.weight", "1.mlp.c_proj.weight", "2.mlp.c_fc.weight", "2.mlp.c_proj.weight",
     ]  # fmt: skip
-    with pytest.raises(BadSetting, match="layer is 3; .* layers 0 to 2"):
+    with pytest.raises(BadSetting, match=r"layer is 3; .* layers 0 to 2"):
         target_modules(gpt2, (3,))
 
 
@@ -217,7 +216,7 @@ def test_edits_equal_the_reference_implementation(lm: LM, method: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "falcon", "bloom"])
 def test_training_gradients_equal_those_of_edited_weights(family: str, method: str) -> None:
     """Losses of facts in a batch, and their gradients for the network's parameters."""
-    lm = small(family)
+    lm = tiny_lm(family)
     network = make_network(lm, method)
     network.requires_grad_(True)
     split = SplitModel(lm, target_modules(lm, (1, 2)))
@@ -361,7 +360,7 @@ def version_1(lm: LM, network: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and tensors of a file of factscope 0.1.0.dev0."""
     config = asdict(network.config)
     old = {
-        "edit_lr": "lr", "hidden_layers": "hidden", "lstm_width": "lstm",
+        "edit_lr": "rate", "hidden_layers": "hidden", "lstm_width": "lstm",
         "condition_width": "condition", "hidden_width": "hidden",
     }  # fmt: skip
     weights = network.weights
@@ -404,7 +403,7 @@ def test_weights_files_of_version_1_are_read(gpt2: LM, tmp_path: Path, method: s
 
 def test_weights_that_cannot_be_used_are_errors(gpt2: LM, tmp_path: Path) -> None:
     path = written(gpt2, "mend", tmp_path / "w.safetensors")
-    other = small("llama")
+    other = tiny_lm("llama")
     with pytest.raises(BadEditorWeights, match=r"for tiny gpt2.*not for tiny llama.*train mend"):
         Mend.load(path).resolve(other)
     with pytest.raises(BadEditorWeights, match=r"weights of 'mend', not of ke"):
@@ -429,5 +428,5 @@ def test_weights_for_other_layers_are_an_error(gpt2: LM, tmp_path: Path) -> None
         Mend.load(path).resolve(gpt2)
     network.weights = replace(weights, layers=(1, 7))
     path.write_bytes(pack_weights(weights_of(gpt2, network)))
-    with pytest.raises(BadEditorWeights, match="layer is 7; .* layers 0 to 2"):
+    with pytest.raises(BadEditorWeights, match=r"layer is 7; .* layers 0 to 2"):
         Mend.load(path).resolve(gpt2)

@@ -21,13 +21,12 @@ from factscope.editing.checks import (
     text_loss,
     with_checks,
 )
-from factscope.editing.contexts import EditRequest, edit_requests
+from factscope.editing.contexts import EditRequest, TokenBatch, edit_requests
 from factscope.editing.edit import Edit, LowRank, add_changes
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.hypernet.gradients import (
     FactorChange,
     SplitModel,
-    TokenBatch,
     changes_applied,
     gradient_factors,
 )

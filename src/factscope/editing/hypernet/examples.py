@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.contexts import TokenRow, edit_request
-from factscope.editing.hypernet.gradients import SplitModel, TokenBatch
+from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
+from factscope.editing.hypernet.gradients import SplitModel
 from factscope.editing.hypernet.settings import Locality
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import Case

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.contexts import TokenRow
+from factscope.editing.contexts import TokenBatch
 from factscope.editing.defaults import check_layer
 from factscope.errors import BadSetting
 from factscope.lm.forward import forward
@@ -37,7 +37,6 @@ __all__ = [
     "GradientFactors",
     "SplitModel",
     "TargetModule",
-    "TokenBatch",
     "WeightShape",
     "changes_applied",
     "gradient_factors",
@@ -91,85 +90,6 @@ def target_modules(lm: "LM", layers: Sequence[int]) -> list[TargetModule]:
             shape = WeightShape(f"{lm.name_of(module)}.weight", keys, values)
             found.append(TargetModule(module, layer, shape))
     return found
-
-
-# ---- batches of tokens
-
-
-@dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """Token rows padded on the right to one length.
-
-    A causal model never attends to the padding. With several rows only the real positions are
-    decoded. A single row decodes its padded positions as well and masks them afterwards: its
-    tensor shapes then do not depend on the data, which `captured` passes require.
-    """
-
-    ids: Int[Tensor, "row token"]
-    positions: Int[Tensor, "row slot"]
-    labels: Int[Tensor, "row slot"]
-    mask: Bool[Tensor, "row slot"]
-    """False where `positions` and `labels` are padding."""
-    lengths: Int[Tensor, " row"]
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[TokenRow], device: torch.device, tokens: int = 0, labels: int = 0
-    ) -> "TokenBatch":
-        """The rows as tensors with at least this many tokens and labels."""
-        tokens = max(tokens, *(len(row.ids) for row in rows))
-        labels = max(labels, *(len(row.labels) for row in rows))
-
-        def padded(lists: Sequence[Sequence[int]], width: int) -> Tensor:
-            return torch.tensor([[*x, *[0] * (width - len(x))] for x in lists], device=device)
-
-        return cls(
-            ids=padded([row.ids for row in rows], tokens),
-            positions=padded([row.positions for row in rows], labels),
-            labels=padded([row.labels for row in rows], labels),
-            mask=padded([[1] * len(row.labels) for row in rows], labels).bool(),
-            lengths=torch.tensor([len(row.ids) for row in rows], device=device),
-        )
-
-    @property
-    def single(self) -> bool:
-        """Whether there is one row only."""
-        return len(self.ids) == 1
-
-    def _select(self, table: Int[Tensor, "row slot"]) -> Int[Tensor, " label"]:
-        """The entries that are decoded: all of a single row, the real ones of several."""
-        return table[0] if self.single else table[self.mask]
-
-    def log_probs(
-        self, lm: "LM", hidden: Float[Tensor, "row token width"]
-    ) -> Float[Tensor, "label vocabulary"]:
-        """log P of the next token at each position, from the last layer's hidden states."""
-        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
-        row, position = self._select(rows.expand_as(self.labels)), self._select(self.positions)
-        logits = lm.decode(hidden[row.to(hidden.device), position.to(hidden.device)])
-        return logits.float().log_softmax(-1).to(self.ids.device)
-
-    def losses(self, log_probs: Float[Tensor, "label vocabulary"]) -> Float[Tensor, " row"]:
-        """Each row's mean of -log P over its labels."""
-        return self.row_means(-log_probs.gather(1, self._select(self.labels)[:, None])[:, 0])
-
-    def all_correct(self, log_probs: Float[Tensor, "label vocabulary"]) -> Bool[Tensor, " row"]:
-        """Whether every label of a row is the most likely token at its position."""
-        correct = (log_probs.argmax(-1) == self._select(self.labels)).float()
-        return self.row_means(correct) == 1
-
-    def row_means(self, numbers: Float[Tensor, " label"]) -> Float[Tensor, " row"]:
-        """Each row's mean over its real positions."""
-        zeros = numbers.new_zeros(self.mask.shape)
-        if self.single:
-            table = torch.where(self.mask, numbers, zeros)
-        else:
-            table = zeros.masked_scatter(self.mask, numbers)
-        return table.sum(1) / self.mask.sum(1)
-
-    def roll(self, shift: int) -> "TokenBatch":
-        """The batch with its rows rotated."""
-        return TokenBatch(**{name: x.roll(shift, 0) for name, x in vars(self).items()})
 
 
 # ---- the model, split below the first edited layer
