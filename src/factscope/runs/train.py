@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt
 
 from factscope.data.readers import read_cases
 from factscope.editing.hypernet.settings import Locality, Training
-from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
+from factscope.errors import BadSetting, DidNotConverge
 from factscope.facts import Case
 from factscope.io import sha256, write_atomic
 from factscope.progress import Progress, no_progress
@@ -193,8 +193,6 @@ class TrainRun:
 
     def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
         """A new run folder, or an existing one of the same run."""
-        if (path / "spec.toml").is_file():
-            _check_not_version_1(RunFolder.open(path))
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     def run(
@@ -245,15 +243,6 @@ class TrainRun:
 
     def _finished(self, trainer: "Trainer") -> bool:
         return self._fraction(trainer) >= 1 or trainer.stopped_early
-
-
-def _check_not_version_1(folder: RunFolder) -> None:
-    """Runs of factscope 0.1.0.dev0 named the network's settings "design"."""
-    if "design" in folder.spec().get("training", {}):
-        raise BadRunFolder(
-            f"{folder.path} is a training run of an earlier factscope (format 1), which can be "
-            "reported but not resumed; give another folder"
-        )
 
 
 def _resume(trainer: "Trainer", folder: RunFolder) -> None:

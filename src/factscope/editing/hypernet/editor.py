@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.batches import run_in_batches
 from factscope.editing.checks import (
     check_text_ids,
     measure_checks,
@@ -34,6 +33,7 @@ from factscope.editing.hypernet.model import EmbeddedRequest
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel import LengthBuckets, can_capture, captured, on_gpu
+from factscope.lm.memory import run_in_batches
 from factscope.progress import Progress
 
 if TYPE_CHECKING:

@@ -186,7 +186,7 @@ def _from_version_1(
     hidden = "hidden_layers" if header["method"] == "mend" else "hidden_width"
     names = {
         "hidden": hidden,
-        "lr": "edit_lr",
+        "rate": "edit_lr",
         "lstm": "lstm_width",
         "condition": "condition_width",
     }
