@@ -47,8 +47,13 @@ def run(factscope: Run, model: Path, tmp_path: Path) -> Run:
     """A command on the tiny model and six cases, with short searches."""
     data = tmp_path / "cases.json"
     data.write_text(json.dumps([record(i) for i in range(6)]))
-    tiny = ("--model", model, "--data", data, "--device", "cpu", "--steps", 3)
-    return lambda command, *words: factscope(command, *words, *tiny)
+    tiny = ("--model", model, "--data", data, "--device", "cpu")
+
+    def command(name: str, *words: object) -> Result:
+        steps = "--integration-steps" if "kn" in words else "--steps"
+        return factscope(name, *words, *tiny, steps, 3)
+
+    return command
 
 
 ROME = ("--stats", "none", "--prefix-lengths", "none")
@@ -76,12 +81,7 @@ def test_each_point_equals_the_evaluation_run_alone(run: Run, tmp_path: Path) ->
         for token in ("subject-last", "last"):
             alone = ("--layer", layer, "--token", token, "--text-length", 0, *ROME)
             assert run("evaluate", *alone, "--out", f"{layer}-{token}").code == 0
-            point = (
-                tmp_path
-                / "sweep"
-                / "points"
-                / f"layer-{layer:02},token-{token},prefix-lengths-none"
-            )
+            point = tmp_path / "sweep" / "points" / f"layer-{layer:02},token-{token}"
             for name in ("spec.toml", "records.jsonl", "info.json"):
                 mine, theirs = point / name, tmp_path / f"{layer}-{token}" / name
                 assert mine.read_text() == theirs.read_text()
@@ -395,7 +395,9 @@ def test_point_names_are_distinct() -> None:
         (("--method", "ft", "--grid", "max-change=wide"), "--max-change is 'wide'; give a number"),
         (("--method", "ft", "--grid", "max-change=0"), "more than 0"),
         (("--method", "memit", "--grid", "layer=0-2"), "it edits several layers at once"),
-        (("--prefix-lengths", "5by10"), "TOKENSxCOUNT"),
+        (("--grid", "prefix-lengths=5by10"), "give pairs such as 5x10"),
+        (("--grid", "steps=3"), "NAME=VALUES, with NAME from layer, token, max-change"),
+        (("--grid", "layer=0", "--grid", "layer=1"), "--grid layer is given twice"),
         (("--grid", "layer=0", "--facts-per-edit", 2), "--facts-per-edit goes with"),
         (("--grid", "layer=0", "--engine", "mars"), "--engine is 'mars'"),
     ],
