@@ -1,8 +1,11 @@
 """Settings of evaluation. No torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from factscope.errors import BadSetting
+from annotated_types import Ge
+
+from factscope.settings import Flag, check
 
 __all__ = ["ScoringOptions"]
 
@@ -11,9 +14,9 @@ __all__ = ["ScoringOptions"]
 class ScoringOptions:
     """How each case is scored."""
 
-    length: int = 100
+    length: Annotated[int, Ge(0), Flag(name="text-length")] = 100
     """Length of generated texts in tokens, generation prompt included; 0 to generate none."""
-    top_k: int = 5
+    top_k: Annotated[int, Ge(1)] = 5
     """Draw each token of a generated text from the k most likely ones."""
     seed: int = 0
     """Seed of generated texts."""
@@ -21,7 +24,4 @@ class ScoringOptions:
     """Also score prompts about subjects that already have the new object."""
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("top_k", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise BadSetting(f"{name} is {value}; it must be at least {least}")
+        check(self)
