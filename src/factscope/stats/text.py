@@ -76,8 +76,8 @@ def sequence_length(lm: "LM", requested: int | None = None) -> int:
 
 def token_sequences(lm: "LM", texts: Iterable[str], length: int) -> Iterator[list[int]]:
     """The texts' tokens in sequences of one length; a short remainder at the end is dropped."""
-    plain, special = encode(lm, "A", special=False).ids, encode(lm, "A").ids
-    prefix = list(special[: len(special) - len(plain)])  # BOS, or nothing
+    bare, special = encode(lm, "A", special=False).ids, encode(lm, "A").ids
+    prefix = list(special[: len(special) - len(bare)])  # BOS, or nothing
     size = length - len(prefix)
     pending: list[int] = []
     complete = 0

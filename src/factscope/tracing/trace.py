@@ -173,7 +173,7 @@ class TraceBatch:
     def corrupted_records(self) -> tuple[list[TraceRecord], Float[Tensor, " fact"]]:
         """Records of both runs, without tables; and the baseline: P*[o] with nothing restored."""
         corruption = self.settings.corruption
-        unrestored = corrupted = self._corrupted_probabilities(self.run)
+        baseline = corrupted = self._corrupted_probabilities(self.run)
         if corruption.replace and corruption.baseline == "added":
             added = replace(self.settings, corruption=replace(corruption, replace=False))
             corrupted = self._corrupted_probabilities(replace(self, settings=added).run)
@@ -182,7 +182,7 @@ class TraceBatch:
             _record(self.lm, answer, samples.tolist(), settings)
             for answer, samples in zip(self.answers, corrupted, strict=True)
         ]
-        return records, unrestored.mean(1)
+        return records, baseline.mean(1)
 
     def _corrupted_probabilities(self, run: ActivationCache) -> Float[Tensor, "fact sample"]:
         rows = run.states[-1][len(self.answers) :]
