@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+from selenium.webdriver import Keys
+from selenium.webdriver.common.by import By
 
 from factscope.analysis.effects import average_kinds
 from factscope.errors import BadRecord
 from factscope.records import TraceRecord
 from factscope.report.traces import trace_page, trace_run_page, write_trace_report
 
+from browser import browser
 from pages import check_escaped, check_self_contained, check_well_formed
 from trace_records import LAYERS, ODD_TOKENS, trace
 
@@ -62,3 +65,24 @@ def test_trace_report_returns_all_files_it_writes(tmp_path: Path):
     assert {p.suffix for p in paths} == {".html", ".png", ".pdf", ".md", ".tex", ".csv"}
     with pytest.raises(BadRecord, match="no records"):
         write_trace_report([], tmp_path)
+
+
+def test_arrow_keys_display_the_numbers_of_a_heatmap_cell(tmp_path: Path):
+    page = tmp_path / "trace.html"
+    cells = ((0.25, 0.5), (0.05, None), *[(0.1, 0.1)] * 4)
+    record = trace(restored={"states": cells}, severed={}, gradients={})
+    page.write_text(trace_page(record), "utf-8")
+    with browser(tmp_path) as chrome:
+        chrome.get(page.as_uri())
+        output = chrome.find_element(By.TAG_NAME, "output")
+        assert output.text == "p(Seattle) is highest at The, layer 1: 50.0 %"
+        heatmap = chrome.find_element(By.CLASS_NAME, "cells")
+        heatmap.send_keys(Keys.ARROW_RIGHT)
+        assert output.text == "The · layer 1 · p = 50.0 %, effect +40.0 %"
+        heatmap.send_keys(Keys.ARROW_DOWN)
+        assert output.text == "Space* · layer 1 · not measured"
+        heatmap.send_keys(Keys.ARROW_LEFT)
+        assert output.text == "Space* · layer 0 · p = 5.0 %, effect −5.0 %"
+        heatmap.send_keys(Keys.TAB)
+        assert output.text == "p(Seattle) is highest at The, layer 1: 50.0 %"
+        assert not chrome.get_log("browser")

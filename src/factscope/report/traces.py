@@ -86,9 +86,8 @@ def write_trace_report(
 
 def trace_page(record: TraceRecord) -> str:
     """The page of one fact: probabilities, a heat map for each kind of restoration, settings."""
-    return render(
-        "trace.html", title=f"Trace: {record.fact.text}", trace=trace_values(record)
-    )  # fmt: skip
+    title = f"Trace: {record.fact.text}"
+    return render("trace.html", title=title, trace=trace_values(record))
 
 
 def trace_values(record: TraceRecord) -> dict[str, Any]:
