@@ -33,8 +33,8 @@ def test_the_reference_has_every_command_and_flag() -> None:
     text = tool("commands").reference()
     for words in ("trace", "edit write", "edit export", "study build", "data get"):
         assert f"\n## factscope {words}\n" in text
-    assert "| `--cases CASES` | How many cases, drawn at random. | `50` |" in text
-    assert "| `--key KEY`, `-k` |" in text
+    assert "| `--num-cases N` | Number of cases, drawn at random. | `50` |" in text
+    assert "| `--key PATH`, `-k` |" in text
     assert "factscope study build RUN_A RUN_B [FLAGS]" in text
     assert "factscope study report ANSWERS… [FLAGS]" in text
 

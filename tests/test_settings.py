@@ -136,7 +136,7 @@ def test_a_parser_can_set_several_fields() -> None:
         ({"layer": True}, "--layer is True"),
         ({"layers": "x"}, "--layers is 'x'; write 5, 3-8 or 3,5,8"),
         ({"layers": "5-3"}, "--layers is '5-3'; write 3-5"),
-        ({"prefix-lengths": "5by3"}, "--prefix-lengths is '5by3'; give TOKENSxCOUNT"),
+        ({"prefix-lengths": "5by3"}, "--prefix-lengths is '5by3'; give pairs such as 5x10"),
         ({"kinds": "mpl"}, "--kinds is 'mpl'; choose from states, mlp"),
         ({"alignment": "left"}, "--alignment is 'left'; choose from text, code"),
         ({"json": "yes"}, "--json is 'yes'; give true or false"),
@@ -147,7 +147,7 @@ def test_a_parser_can_set_several_fields() -> None:
         ({"lr": "nan"}, "--lr is 'nan'; give a number"),
         ({"lr": 10}, "--lr is 10.0; give more than 0 and less than 10"),
         ({"stps": 3}, "--stps is not known; did you mean --steps?"),
-        ({"colour": 3}, "--colour is not known; the flags are --prompt, --layer,"),
+        ({"colour": 3}, "--colour is not known; the flags are PROMPT, --layer,"),
         ({"sigmas": True}, "--sigmas is not known"),
     ],
 )

@@ -1,15 +1,17 @@
-"""The reference of the command line, made from the commands themselves.
+"""The reference of the command line, generated from the commands themselves.
 
 python docs/tools/commands.py writes docs/commands.md; a test compares the two.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import typer
-
-from factscope.cli.main import app
+from factscope.cli.app import COMMANDS
+from factscope.cli.flags import Command, metavar
+from factscope.editing.hypernet.settings import NETWORK_CONFIGS
+from factscope.editing.settings import EDITORS
+from factscope.settings import Setting, settings_of
 
 __all__ = ["reference"]
 
@@ -17,82 +19,98 @@ PAGE = Path(__file__).parents[1] / "commands.md"
 HEAD = """# Commands
 
 Every command with its arguments and flags, as `factscope COMMAND --help` lists them. This page is \
-made from the commands themselves (`make commands`); the [tutorial](tutorial.md) explains what \
-they are for.
+generated from the commands (`make commands`); the [tutorial](tutorial.md) explains what they are \
+for.
 
+"""
+METHODS = """## Settings of the methods
+
+Flags of `edit write`, `evaluate` and `sweep` that depend on `--method`. Defaults are those of \
+`--preset default`; `--method NAME --preset paper --help` lists those of the paper.
 """
 
 
 def reference() -> str:
     """The whole page."""
-    root: Any = typer.main.get_command(app)
-    commands = list(walk(root, "factscope"))
+    commands = list(walk())
     index = "\n".join(
-        f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(first_line(command))} |"
+        f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(command.help.partition(chr(10))[0])} |"
         for name, command in commands
     )
     table = f"| command | what it does |\n|---|---|\n{index}\n"
-    return HEAD + "\n".join([table, *(section(name, command) for name, command in commands)])
+    parts = [table, *(section(name, command) for name, command in commands), METHODS]
+    for method, presets in EDITORS.items():
+        parts.append(f"### --method {method}\n\n{rows(settings_of(presets['default']).values())}\n")
+    return HEAD + "\n".join(parts)
 
 
-def walk(group: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command below a group, by its words."""
-    for word, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from walk(command, f"{name} {word}")
+def walk() -> Iterator[tuple[str, Command]]:
+    """Every command, by its words."""
+    for word, entry in COMMANDS.items():
+        if isinstance(entry, Command):
+            yield f"factscope {word}", entry
         else:
-            yield f"{name} {word}", command
+            yield from ((f"factscope {word} {second}", one) for second, one in entry.items())
 
 
-def section(name: str, command: Any) -> str:
-    """One command: what it does, and what it takes."""
-    shown = [p for p in command.params if not getattr(p, "hidden", False)]
-    arguments = [p for p in shown if p.param_type_name == "argument"]
-    options = [p for p in shown if p.param_type_name == "option" and p.name != "help"]
-    words = " ".join([name, *map(usage, arguments), *(["[FLAGS]"] if options else [])])
-    parts = [f"## {name}", " ".join((command.help or "").split("\n\n")[0].split())]
-    parts += [" ".join(more.split()) for more in (command.help or "").split("\n\n")[1:]]
-    parts.append(f"```\n{words}\n```")
-    rows = [f"| `{p.name.upper()}` | {cell(p.help)} | |" for p in arguments]
-    rows += [f"| {flags(p)} | {cell(p.help)} | {default(p)} |" for p in options]
-    if rows:
-        head = ["| argument or flag | what it says | default |", "|---|---|---|"]
-        parts.append("\n".join([*head, *rows]))
-    return "\n\n".join(parts) + "\n"
+def section(name: str, command: Command) -> str:
+    """One command: what it does, and its flags."""
+    settings = list(command.settings({}).values())
+    if "method" in command.chosen_by and not command.chosen_first:
+        settings = [s for s in settings if s.path[0] != "editor"]
+    arguments = [s for s in settings if s.flag.positional]
+    usage = " ".join([name, *map(argument, arguments), "[FLAGS]"])
+    paragraphs = [" ".join(text.split()) for text in command.help.split("\n\n")]
+    parts = [f"## {name}", *paragraphs, f"```\n{usage}\n```", rows(settings)]
+    if "method" in command.chosen_by:
+        parts.append(more(command))
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def usage(argument: Any) -> str:
-    """An argument as it stands in the command."""
-    name = argument.name.upper() + ("…" if argument.nargs == -1 else "")
-    return name if argument.required else f"[{name}]"
+def more(command: Command) -> str:
+    """Where the flags that depend on the method are listed."""
+    if not command.chosen_first:
+        return "Further flags: [settings of the methods](#settings-of-the-methods)."
+    own = set(command.settings({}))
+    others = (s for m in NETWORK_CONFIGS for s in command.settings({"method": m}).values())
+    return "With `ke`:\n\n" + rows(s for s in others if s.name not in own)
 
 
-def flags(option: Any) -> str:
-    """A flag with its short form and whether it takes a value."""
-    value = "" if option.is_flag else " " + max(option.opts, key=len).lstrip("-").upper()
-    names = [*sorted(option.opts, key=len, reverse=True), *option.secondary_opts]
-    many = "…" if option.multiple else ""
-    return ", ".join(f"`{name}{value if i == 0 else ''}`" for i, name in enumerate(names)) + many
+def rows(settings: Iterable[Setting]) -> str:
+    """A table of settings."""
+    head = ["| argument or flag | what it does | default |", "|---|---|---|"]
+    return "\n".join([*head, *map(row, settings)])
 
 
-def default(option: Any) -> str:
-    """What holds where a flag is not given."""
-    value = option.default
-    if option.required:
-        return "needed"
-    if value is None or value is False or value == () or value == [] or callable(value):
-        return ""
-    return f"`{' '.join(map(str, value)) if isinstance(value, list | tuple) else value}`"
+def row(s: Setting) -> str:
+    """One line of a table."""
+    default = s.text(s.default)
+    hidden = s.required or s.switch or default == "none"
+    shown = "required" if s.required else "" if hidden else f"`{default}`"
+    help = re.sub(r"\bNone\b", "none", s.help)
+    choices = f" Choices: {', '.join(f'`{word}`' for word in s.choices)}." if s.choices else ""
+    return f"| {flags(s)} | {cell(help + choices)} | {shown} |"
 
 
-def first_line(command: Any) -> str:
-    """A command's help, its first sentence."""
-    return " ".join((command.help or "").split("\n\n")[0].split())
+def flags(s: Setting) -> str:
+    """A flag with its short form and its value, or an argument."""
+    if s.flag.positional:
+        return f"`{argument(s)}`"
+    if s.switch:
+        return f"`--{'no-' if s.default else ''}{s.name}`"
+    short = f", `-{s.flag.short}`" if s.flag.short else ""
+    return f"`--{s.name} {metavar(s)}`{short}"
 
 
-def cell(text: str | None) -> str:
+def argument(s: Setting) -> str:
+    """An argument in the usage line."""
+    name = s.name.upper().replace("-", "_") + ("…" if s.repeated else "")
+    return name if s.required else f"[{name}]"
+
+
+def cell(text: str) -> str:
     """Text within a table."""
-    return " ".join((text or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """python -m factscope."""
 
-from factscope.cli.main import main
+from factscope.cli.app import main
 
 if __name__ == "__main__":
     main()

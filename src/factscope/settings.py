@@ -45,7 +45,7 @@ T = TypeVar("T")
 Pair = tuple[int, int]
 
 KINDS: dict[Any, str] = {
-    int: "a whole number", float: "a number", str: "text", Path: "a path", Pair: "TOKENSxCOUNT",
+    int: "a whole number", float: "a number", str: "text", Path: "a path", Pair: "pairs such as 5x10",
     bool: "true or false", NoneType: "none",
 }  # fmt: skip
 """The types that text can be parsed to, and how messages call them."""
@@ -95,6 +95,11 @@ class Setting:
     def name(self) -> str:
         """The flag without dashes, and the key in a recipe."""
         return self.flag.name or self.path[-1].replace("_", "-")
+
+    @property
+    def shown(self) -> str:
+        """The name in messages."""
+        return self.name.upper() if self.flag.positional else f"--{self.name}"
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -157,7 +162,7 @@ class Setting:
     def bad(self, given: Any, advice: str) -> BadSetting:
         """The error for a value that cannot be used."""
         shown = ", ".join(map(repr, given)) if isinstance(given, list | tuple) else repr(given)
-        return BadSetting(f"--{self.name} is {shown}; {advice}")
+        return BadSetting(f"{self.shown} is {shown}; {advice}")
 
     def _values(self, given: Any) -> Any:
         words = list(given) if isinstance(given, list | tuple) else [given]
@@ -228,14 +233,14 @@ def build(base: T | type[T], given: Mapping[str, Any]) -> T:
         changes[setting.path] = value
     for name, setting in known.items():
         if setting.required and name not in given:
-            raise BadSetting(f"--{name} is required: {setting.help}")
+            raise BadSetting(f"{setting.shown} is required: {setting.help}")
     return _replace(base, changes)
 
 
 def unknown_flag(name: str, known: Mapping[str, Setting]) -> str:
     """The message for a flag that does not exist."""
     close = difflib.get_close_matches(name, known, n=1)
-    flags = ", ".join(f"--{name}" for name in known)
+    flags = ", ".join(setting.shown for setting in known.values())
     advice = f"did you mean --{close[0]}?" if close else f"the flags are {flags}"
     return f"--{name} is not known; {advice}"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from factscope.cli.main import main
+from factscope.cli.app import main
 from factscope.facts import Fact
-from factscope.records import KINDS, TraceRecord, read_records
+from factscope.records import KINDS, TraceRecord, read_trace_records
 
 from commands import Result, Run, runner, saved_model
 from families import LAYERS
@@ -124,7 +124,7 @@ def test_trace_in_words(trace: Run, tmp_path: Path) -> None:
 def test_the_figure_goes_where_it_should(
     trace: Run, tmp_path: Path, name: str, begin: bytes
 ) -> None:
-    words = ("--kind", "states", "--out", tmp_path / name)
+    words = ("--kinds", "states", "--out", tmp_path / name)
     result = trace(CITY, "--subject", TOWER, *words)
     assert result.code == 0
     assert (tmp_path / name).read_bytes()[: len(begin)].lower() == begin.lower()
@@ -133,20 +133,20 @@ def test_the_figure_goes_where_it_should(
 
 def test_flags_reach_the_trace(trace: Run) -> None:
     result = trace(
-        CITY, "--subject", TOWER, "--json", "--preset", "paper", "--noise", "0.25", "--kind", "mlp",
-        "--window", 3, "--seed", 5, "--corrupt", "uniform", "--replace", "--extra-tokens", 1,
-        "--sever", "attn", "--sever-rows", "last_subject", "--memory", "100MiB", "--gradients",
+        CITY, "--subject", TOWER, "--json", "--preset", "paper", "--noise", 0.25, "--kinds", "mlp",
+        "--window", 3, "--seed", 5, "--distribution", "uniform", "--replace", "--extra-tokens", 1,
+        "--sever", "attn", "--sever-tokens", "last_subject", "--max-memory", "99MiB", "--gradients",
     )  # fmt: skip
     assert result.code == 0
     record = json.loads(result.out)
     assert list(record["restored"]) == list(record["gradients"]) == ["mlp"]
     assert list(record["severed"]) == ["attn"]
     settings = record["settings"]
-    assert (settings["window"], settings["alignment"]) == (3, "code")
+    assert (settings["window"], settings["window_alignment"]) == (3, "paper_code")
     noise = settings["corruption"]
     assert (noise["level"], noise["in_sigmas"], noise["seed"]) == (0.25, False, 5)
     assert (noise["distribution"], noise["replace"], noise["samples"]) == ("uniform", True, 2)
-    assert (noise["extra_tokens"], noise["stream"]) == (1, "paper")
+    assert (noise["extra_tokens"], noise["rng"]) == (1, "paper")
 
 
 def test_a_subject_that_occurs_twice(trace: Run) -> None:
@@ -177,12 +177,12 @@ MISTAKES = {
     "no subject": ([CITY], ["--subject"]),
     "no such occurrence": ([CITY, "--subject", TOWER, "--occurrence", "2"], ["occurrence 2"]),
     "preset": ([CITY, "--subject", TOWER, "--preset", "papper"], ["'papper'", "paper"]),
-    "kind": ([CITY, "--subject", TOWER, "--kind", "mpl"], ["'mpl'", "states, mlp, attn"]),
+    "kind": ([CITY, "--subject", TOWER, "--kinds", "mpl"], ["'mpl'", "states, mlp, attn"]),
     "noise": ([CITY, "--subject", TOWER, "--noise", "loud"], ["'loud'", "3s"]),
     "negative noise": ([CITY, "--subject", TOWER, "--noise=-3s"], ["-3"]),
-    "window": ([CITY, "--subject", TOWER, "--window", "0"], ["window is 0"]),
+    "window": ([CITY, "--subject", TOWER, "--window", "0"], ["--window is 0"]),
     "dtype": ([CITY, "--subject", TOWER, "--dtype", "float8"], ["'float8'", "bfloat16"]),
-    "memory": ([CITY, "--subject", TOWER, "--memory", "much"], ["'much'", "4GiB"]),
+    "memory": ([CITY, "--subject", TOWER, "--max-memory", "much"], ["'much'", "4GiB"]),
     "out": ([CITY, "--subject", TOWER, "--out", "f.gif"], ["f.gif", ".png"]),
     "facts without out": (["--facts", "facts.jsonl"], ["--out"]),
     "facts and prompt": ([CITY, "--facts", "facts.jsonl", "--out", "run"], ["without a prompt"]),
@@ -214,7 +214,7 @@ def test_a_device_that_is_not_here(factscope: Run, model: Path) -> None:
 def test_an_unknown_flag_is_refused(trace: Run) -> None:
     result = trace(CITY, "--subjct", TOWER)
     assert result.code == 2
-    assert "--subjct" in result.err
+    assert "--subjct is not known; did you mean --subject?" in result.err
     assert "Traceback" not in result.err
 
 
@@ -225,7 +225,7 @@ def test_stopping_says_how_to_go_on(trace: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("factscope.lm.load.load", stop)
     result = trace(CITY, "--subject", TOWER)
     assert result.code == 130
-    assert "the same command goes on" in result.err
+    assert "the same command resumes" in result.err
 
 
 # ---- a file of facts
@@ -234,7 +234,7 @@ def test_stopping_says_how_to_go_on(trace: Run, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The subjects of the facts that were traced, as they come."""
-    from factscope.runs import trace as tracing
+    from factscope.tracing import trace as tracing
 
     real, subjects = tracing.trace_many, list[str]()
 
@@ -248,7 +248,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def by_subject(run: Path) -> dict[str, TraceRecord]:
-    records = list(read_records(run / "records.jsonl"))
+    records = list(read_trace_records(run / "records.jsonl"))
     assert len(records) == len({record.fact for record in records})
     return {record.fact.subject: record for record in records}
 
@@ -274,7 +274,7 @@ def test_a_run_is_made_and_not_made_again(
     subjects = [fact["subject"] for fact in FACTS]
     assert sorted(traced) == sorted(subjects)
     # Facts of about the same length are traced together: the order is not the file's.
-    records = {record.fact.subject for record in read_records(run / "records.jsonl")}
+    records = {record.fact.subject for record in read_trace_records(run / "records.jsonl")}
     assert records == set(subjects)
     before = (run / "records.jsonl").read_bytes()
     assert trace("--facts", facts, "--out", run).code == 0
@@ -404,7 +404,7 @@ def test_report_as_json(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    monkeypatch.setattr("factscope.report.traces.save_figure", quickly)
+    monkeypatch.setattr("factscope.report.write.save_figure", quickly)
     result = factscope(
         "report", run, "--out", tmp_path / "elsewhere", "--preset", "paper", "--json"
     )
@@ -518,7 +518,10 @@ def test_find_known_without_facts(factscope: Run, model: Path) -> None:
     ("words", "message"),
     [
         (["--subject", "Eifel Tower"], "the subject 'Eifel Tower' is not in the prompt"),
-        (["--subject", TOWER, "--corrupt", "pink"], "distribution is 'pink'"),
+        (
+            ["--subject", TOWER, "--distribution", "pink"],
+            "--distribution is 'pink'; choose from gaussian, uniform, embedding",
+        ),
     ],
 )
 def test_a_process_ends_with_a_message_and_a_code(

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from factscope.cli.evaluate_options import data_name
+from factscope.cli.evaluate import data_name
 from factscope.data.readers import read_cases
-from factscope.editing.knowledge_neurons import KN
-from factscope.evaluation.cases import ScoringOptions, score_cases
+from factscope.editing.settings import KN
+from factscope.evaluation.cases import score_cases
+from factscope.evaluation.settings import ScoringOptions
 from factscope.lm.load import load
 from factscope.records import read_case_records
 
 from commands import Run, runner, saved_model
 from counterfact import record
 
-QUICK = ("--method", "ft", "--layer", "1", "--steps", "2", "--length", "12")
+QUICK = ("--method", "ft", "--layer", "1", "--steps", "2", "--text-length", "12")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) ->
     assert "| FT " in done.out
     assert "unedited" in done.out
     assert "Next: factscope report a" in done.out
-    rome = ("--method", "rome", "--layer", "1", "--no-stats", "--prefix-lengths", "none")
+    rome = ("--method", "rome", "--layer", "1", "--stats", "none", "--prefix-lengths", "none")
     again = run(
-        "evaluate", "--model", model, "--data", cases, *rome, "--steps", 2, "--length", 12,
+        "evaluate", "--model", model, "--data", cases, *rome, "--steps", 2, "--text-length", 12,
         "--out", "b", "--json",
     )  # fmt: skip
     assert again.code == 0, again.err
@@ -60,7 +61,7 @@ def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) ->
 
 
 def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases: Path) -> None:
-    kn = ("--method", "kn", "--prefix-lengths", "none", "--limit", 2, "--length", 0)
+    kn = ("--method", "kn", "--prefix-lengths", "none", "--limit", 2, "--text-length", 0)
     done = run("evaluate", "--model", model, "--data", cases, *kn, "--out", "kn", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["summaries"][1]["method"] == "kn"
@@ -70,7 +71,7 @@ def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases
         assert made.fact == case.fact
         fact = replace(case.fact, old=case.true)
         (edit,) = KN(prefixes=()).each(lm, [fact])
-        alone = score_cases(lm, [case], [edit], [0], asking=ScoringOptions(length=0))[0]
+        alone = score_cases(lm, [case], [edit], [0], scoring=ScoringOptions(length=0))[0]
         assert made.after is not None
         for kind, asked in alone.prompts.items():
             for one, other in zip(asked, made.after.prompts[kind], strict=True):
@@ -105,7 +106,7 @@ def test_broken_records_are_named_and_left_out(run: Run, model: Path, tmp_path: 
 
 @pytest.mark.parametrize("protocol", ["sequential", "batch"])
 def test_other_protocols(run: Run, model: Path, cases: Path, protocol: str) -> None:
-    more = ("--batch-size", 3) if protocol == "batch" else ()
+    more = ("--facts-per-edit", 3) if protocol == "batch" else ()
     done = run(
         "evaluate", "--model", model, "--data", cases, *QUICK, "--protocol", protocol, *more,
         "--out", "a", "--json",
@@ -130,12 +131,15 @@ def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--method", "magic"), "no method 'magic'"),
-        (("--method", "kn", "--steps", "1"), "steps is 1; a path needs at least two points"),
+        (("--method", "magic"), "--method is 'magic'; choose from rome"),
+        (
+            ("--method", "kn", "--integration-steps", "1"),
+            "--integration-steps is 1; give 2",
+        ),
         (("--data", "nowhere"), "nowhere"),
-        (("--protocol", "double"), "'double' is not known"),
-        (("--batch-size", "3"), "--protocol batch"),
-        (("--on", "mars"), "'mars' is not known"),
+        (("--protocol", "double"), "--protocol is 'double'; choose from single"),
+        (("--facts-per-edit", "3"), "--protocol batch"),
+        (("--engine", "mars"), "--engine is 'mars'; choose from local, ray"),
         (("--layer", "99"), "99"),
         (("--references", "nothing.json"), "nothing.json"),
     ],
@@ -143,7 +147,7 @@ def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: 
 def test_bad_input_is_one_message(
     run: Run, model: Path, cases: Path, words: tuple[str, ...], said: str
 ) -> None:
-    given = {"--data": str(cases), "--method": "ft", "--length": "0"}
+    given = {"--data": str(cases), "--method": "ft", "--text-length": "0"}
     given |= dict(zip(words[::2], words[1::2], strict=True))
     done = run("evaluate", "--model", model, "--out", "a", *[w for x in given.items() for w in x])
     assert done.code == 2
@@ -154,7 +158,7 @@ def test_bad_input_is_one_message(
 def test_without_a_folder_it_says_so(run: Run, model: Path) -> None:
     done = run("evaluate", "--model", model)
     assert done.code == 2
-    assert "--out FOLDER" in done.err
+    assert "--out is required" in done.err
 
 
 def test_trace_and_edit_take_data_sets_by_name(

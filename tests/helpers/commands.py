@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from factscope.cli.main import main
+from factscope.cli.app import main
 
 from families import tiny_model
 from tokenizers_ import tokenizer
@@ -65,8 +65,8 @@ def reported_without_torch(folder: Path, run: str) -> str:
     """What a fresh process prints that reports a run into `again` and never loads torch."""
     probe = (
         f"import sys; sys.argv = ['factscope', 'report', {run!r}, '--out', 'again']\n"
-        "from factscope.cli.main import app\n"
-        "app(standalone_mode=False)\n"
+        "from factscope.cli.app import run\n"
+        "assert run(sys.argv[1:]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(

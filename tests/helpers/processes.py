@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["start_process"]
 
-IMPORTED = ["factscope.cli.main", "factscope.lm.load", "transformers.models.gpt2.modeling_gpt2"]
+IMPORTED = ["factscope.cli.app", "factscope.lm.load", "transformers.models.gpt2.modeling_gpt2"]
 """Imported once, by the fork server; importing in each process would take seconds."""
 
 

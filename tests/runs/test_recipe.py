@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from factscope.cli.recipe import commands, known_flags
+from factscope.cli.recipe import known_flags
 from factscope.data.readers import read_cases
 from factscope.data.registry import DATA_SETS
-from factscope.editing.methods import EDITORS
+from factscope.editing.settings import EDITORS
 from factscope.errors import BadSetting
 from factscope.lm.sources import SHORT_NAMES
 from factscope.runs import recipe as recipe_module
@@ -25,7 +25,7 @@ PAPER = sorted(RECIPES.glob("*.toml"))
 SMALL = sorted((RECIPES / "small").glob("*.toml"))
 DEFAULT = sorted((RECIPES / "default").glob("*.toml"))
 HUB = ("gpt2-medium", "gpt2-large", "gpt2-xl", "EleutherAI/gpt-j-6b", "EleutherAI/gpt-neox-20b")
-KNOWN = known_flags(commands())
+KNOWN = known_flags()
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def test_a_recipe_is_run_to_its_end_and_goes_on(
 def test_several_runs_share_a_report(factscope: Run, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(
-        'title = "t"\n[common]\nlimit = 1\nlength = 0\nmethod = "ft"\nsteps = 2\n'
-        '[[run]]\nname = "low"\ncommand = "evaluate"\nlayer = "0"\n'
+        'title = "t"\n[common]\nlimit = 1\ntext-length = 0\nmethod = "ft"\nsteps = 2\n'
+        '[[run]]\nname = "low"\ncommand = "evaluate"\nlayer = 0\n'
         '[[run]]\nname = "high"\ncommand = "evaluate"\nlayer = "1"\n'
         '[[run]]\nname = "one"\ncommand = "trace"\nprompt = "Rome is in"\nsubject = "Rome"\n'
         "samples = 2\n"
@@ -169,7 +169,7 @@ def test_facts_can_be_named(factscope: Run, model: Path, tmp_path: Path) -> None
     file = tmp_path / "recipe.toml"
     file.write_text(
         'title = "t"\n[[run]]\nname = "traces"\ncommand = "trace"\nfacts = "everyday"\n'
-        'limit = 1\nsamples = 2\nkind = ["states"]\n'
+        'limit = 1\nsamples = 2\nkinds = ["states"]\n'
     )
     done = factscope("recipe", file, "--model", model, "--device", "cpu", "--out", "out")
     assert done.code == 0, done.err
@@ -198,7 +198,7 @@ GOOD = 'title = "t"\n[[run]]\nname = "a"\ncommand = "evaluate"\n'
         (GOOD + '[other]\nx = 1\n', "'other' is not known"),
         (GOOD + "[common]\nwindow = 3\n", "no command of this recipe has 'window'"),
         (GOOD + '[[report]]\nruns = ["b"]\n', "no run 'b'"),
-        (GOOD + "[[report]]\nlength = 3\n", "report: 'length' is not known"),
+        (GOOD + "[[report]]\nsteps = 3\n", "report: 'steps' is not known"),
         ('run = 3\ntitle = "t"\n', "must be tables"),
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_recipe_that_cannot_be_is_refused(text: str, said: str, factscope: Run
 
 
 def test_a_recipe_needs_a_folder_and_a_file(factscope: Run) -> None:
-    assert_refused(factscope("recipe", PAPER[0]), "--out FOLDER")
+    assert_refused(factscope("recipe", PAPER[0]), "--out is required")
     assert_refused(factscope("recipe", "none.toml", "--out", "out"), "cannot read the recipe")
 
 
@@ -217,7 +217,7 @@ def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
     factscope: Run, model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text(GOOD + 'method = "ft"\nsteps = 2\nlimit = 1\nlength = 0\n')
+    file.write_text(GOOD + 'method = "ft"\nsteps = 2\nlimit = 1\ntext-length = 0\n')
     words = ("recipe", file, "--model", model, "--device", "cpu", "--out", "out")
     assert factscope(*words).code == 0
     file.write_text(file.read_text().replace("steps = 2", "steps = 3"))
@@ -225,10 +225,10 @@ def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
 
 
 def test_settings_become_words() -> None:
-    settings = {"kind": ["states", "mlp"], "no-stats": True, "gradients": False, "prompt": "A b",
+    settings = {"kinds": ["states", "mlp"], "force": True, "gradients": False, "prompt": "A b",
                 "lr": 5e-4}  # fmt: skip
-    assert flag_words(settings, "trace") == [
-        "A b", "--kind", "states", "--kind", "mlp", "--no-stats", "--lr", "0.0005",
+    assert flag_words(settings, ["prompt"]) == [
+        "A b", "--kinds", "states", "--kinds", "mlp", "--force", "--lr", "0.0005",
     ]  # fmt: skip
 
 

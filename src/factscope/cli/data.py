@@ -1,161 +1,401 @@
-"""factscope data: facts to work with, where they are and how to get them."""
+"""factscope models and data: what is available here, data sets, and files of facts."""
 
-import json as json_module
+import gzip
+import json
 import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from annotated_types import Ge
 
-from factscope.cli.data_build import build_counterfact, show_composition
-from factscope.cli.data_show import show_cases
-from factscope.cli.options import Device, Dtype, Json, Model
-from factscope.cli.show import doing, notes, print_json, progress, results, working
+from factscope.cli.flags import Command, ModelOptions, Options
+from factscope.cli.output import (
+    counting,
+    doing,
+    note,
+    print_json,
+    print_table,
+    say,
+    skipped,
+    working,
+)
+from factscope.errors import BadFact, BadSetting
+from factscope.settings import Flag
 
 if TYPE_CHECKING:
-    from factscope.facts import Fact
+    from factscope.extras.counterfact_builder.build import FindSubjects, Tables
+    from factscope.facts import Case
 
-__all__ = ["data"]
-
-data = typer.Typer(help="Facts to work with.", no_args_is_help=True)
-
-data.command("build-counterfact")(build_counterfact)
-data.command("composition")(show_composition)
-data.command("show")(show_cases)
+__all__ = ["COMMANDS", "MODELS"]
 
 
-@data.callback()
-def _data() -> None:
-    """Facts to work with."""
+# ---- models
 
 
-@data.command("list")
-def list_(json: Json = False) -> None:
-    """List the data sets: what they are, where they are, and how many records they have."""
-    with doing("counting records"):
-        rows = [_row(name) for name in _names()]
-    if json:
-        print_json({"data_sets": rows})
-    else:
-        _show(rows)
+def models(options: Options) -> None:
+    """List the short names, the supported model families and the converted models."""
+    from factscope.io import cache_folder
+    from factscope.lm.families import FAMILIES
+    from factscope.lm.sources import DEFAULT_MODEL, SHORT_NAMES, cached_models, is_converted
+
+    short = [
+        {
+            "name": name, "what": model.what, "download_bytes": model.size,
+            "licence": model.licence, "cached": is_converted(name),
+        }
+        for name, model in sorted(SHORT_NAMES.items())
+    ]  # fmt: skip
+    converted = [{"name": c.name, "path": str(c.path), "bytes": c.size} for c in cached_models()]
+    families, cache = sorted(FAMILIES), str(cache_folder())
+    if options.json:
+        print_json({"default": DEFAULT_MODEL, "short_names": short, "families": families,
+                    "cache": cache, "converted": converted})  # fmt: skip
+        return
+    rows = [
+        (row["name"], row["what"], _megabytes(row["download_bytes"]), row["licence"],
+         "yes" if row["cached"] else "no")
+        for row in short
+    ]  # fmt: skip
+    print_table(("short name", "model", "download", "licence", "cached"), rows)
+    say(f"families: {', '.join(families)}")
+    say("also: a folder with safetensors, a .gguf file, a hub id")
+    say(f"cache: {cache}")
+    for row in converted:
+        say(f"  {row['name']}  {_megabytes(row['bytes'])}")
 
 
-@data.command("get")
-def get(
-    name: Annotated[str, typer.Argument(help="A data set of `factscope data list`.")],
-    sha256: Annotated[
-        str | None, typer.Option(help="The SHA-256 that the fetched file must have.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Fetch a data set into the cache, unless it is here, and print where it is."""
-    from factscope.data.registry import find_data
-
-    with working(f"fetching {name}") as done:
-        path = find_data(name, sha256=sha256, progress=done)
-    if json:
-        print_json({"name": name, "path": str(path)})
-    else:
-        results.print(str(path), soft_wrap=True)
+MODELS = Command(run=models, base=lambda given: Options)
 
 
-def _names() -> list[str]:
-    from factscope.data.registry import DATA_SETS
-
-    return list(DATA_SETS)
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
 
 
-def _row(name: str) -> dict[str, Any]:
-    """What is to say of a data set; `from` is where it is, or how it can be had."""
+# ---- data sets
+
+
+def list_data(options: Options) -> None:
+    """List the data sets, their records, and where they are."""
     from factscope.data.registry import DATA_SETS, count_records, find_local
 
-    data, found = DATA_SETS[name], find_local(name)
-    return {
-        "name": name,
-        "what": data.what,
-        "from": found.origin if found else "to fetch" if data.sha256 else "by hand",
-        "path": str(found.path) if found else None,
-        "records": count_records(found.path) if found else None,
-        "download_bytes": data.size,
-        "url": data.url,
-    }
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("name", "what", "records", "from", box=box.SIMPLE)
-    for row in rows:
-        size = f" ({row['download_bytes'] / 1e6:,.1f} MB)" if row["from"] == "to fetch" else ""
-        count = "" if row["records"] is None else f"{row['records']:,}"
-        table.add_row(row["name"], row["what"], count, row["from"] + size)
-    results.print(table)
+    rows = []
+    with doing("counting records"):
+        for name, data in DATA_SETS.items():
+            found = find_local(name)
+            rows.append({
+                "name": name,
+                "what": data.what,
+                "from": found.origin if found else "to fetch" if data.sha256 else "by hand",
+                "path": str(found.path) if found else None,
+                "records": count_records(found.path) if found else None,
+                "download_bytes": data.size,
+                "url": data.url,
+            })  # fmt: skip
+    if options.json:
+        print_json({"data_sets": rows})
+        return
+    shown = [
+        (
+            row["name"], row["what"], "" if row["records"] is None else f"{row['records']:,}",
+            row["from"] + (f" ({row['download_bytes'] / 1e6:,.1f} MB)"
+                           if row["from"] == "to fetch" else ""),
+        )
+        for row in rows
+    ]  # fmt: skip
+    print_table(("name", "what", "records", "from"), shown)
     for row in rows:
         if row["path"]:
-            results.print(f"{row['name']}: {row['path']}", soft_wrap=True)
-    results.print(
-        "`factscope data get NAME` fetches one; FACTSCOPE_DATA names a folder of your own",
-        soft_wrap=True,
+            say(f"{row['name']}: {row['path']}")
+    say("`factscope data get NAME` downloads one; FACTSCOPE_DATA names a folder of your own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetOptions(Options):
+    """Options."""
+
+    name: Annotated[str, Flag(positional=True)]
+    """A data set of `factscope data list`."""
+    sha256: str | None = None
+    """The SHA-256 that the downloaded file must have."""
+
+
+def get(options: GetOptions) -> None:
+    """Download a data set into the cache, unless it is there, and print its path."""
+    from factscope.data.registry import find_data
+
+    with working(f"downloading {options.name}") as done:
+        path = find_data(options.name, sha256=options.sha256, progress=done)
+    if options.json:
+        print_json({"name": options.name, "path": str(path)})
+    else:
+        say(str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(Options):
+    """Options."""
+
+    data: Annotated[str, Flag(positional=True)]
+    """A data set of `factscope data list`, or a file."""
+    cases: str | None = None
+    """Ids of the cases, e.g. 3,17."""
+    limit: Annotated[int, Ge(1)] = 1
+    """Without --cases: show only the first N."""
+
+
+def show(options: ShowOptions) -> None:
+    """Show cases as they are read: the edit, and the prompts that are scored."""
+    from factscope.data.readers import read_cases
+    from factscope.data.registry import find_data
+
+    file = read_cases(find_data(options.data))
+    skipped(file.problems[:5])
+    chosen = file.cases[: options.limit]
+    if options.cases is not None:
+        by_id = {str(case.fact.id): case for case in file.cases}
+        ids = [word.strip() for word in options.cases.split(",") if word.strip()]
+        for word in ids:
+            if word not in by_id:
+                known = ", ".join(list(by_id)[:3])
+                raise BadSetting(f"{options.data} has no case {word!r}; its ids are {known}, …")
+        chosen = [by_id[word] for word in ids]
+    if options.json:
+        print_json({"cases": [asdict(case) for case in chosen]})
+        return
+    for case in chosen:
+        _print_case(case)
+
+
+def _print_case(case: "Case") -> None:
+    fact = case.fact
+    old = "" if case.true is None else f" (was {case.true})"
+    neighbour_answers = case.neighbour_answers or [case.true or ""] * len(case.neighbours)
+    parts = (
+        ("prompt", [fact.text], [f"{fact.target}{old}"]),
+        ("paraphrases", case.paraphrases, [fact.target or ""] * len(case.paraphrases)),
+        ("neighbours", case.neighbours, neighbour_answers),
+        ("attributes", case.attributes, [fact.target or ""] * len(case.attributes)),
+        ("texts", case.generations, ["…"] * len(case.generations)),
     )
+    rows = [
+        ("" if i else name, text, answer)
+        for name, texts, answers in parts
+        for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
+    ]
+    title = " · ".join(x for x in (f"case {fact.id}", fact.relation) if x)
+    print_table(("", "prompt", "answer"), rows, title=title, title_justify="left")
 
 
-@data.command("find-known")
-def find_known(
-    facts: Annotated[
-        Path, typer.Option(help="ParaRel's table of facts, or a facts file with templates.")
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Where the known facts go (JSON lines).")
-    ],
-    patterns: Annotated[
-        Path | None, typer.Option(help="ParaRel's table of patterns, with [X] and [Y].")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Ask only so many facts, drawn at random.", min=1)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 10,
-    model: Model = "smollm2-135m",
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    json: Json = False,
-) -> None:
-    """Find the facts that a model knows: greedy text names the object before any other name."""
+# ---- facts that a model knows
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownOptions(Options):
+    """Options."""
+
+    facts: Path
+    """ParaRel's table of facts, or a facts file with templates."""
+    out: Annotated[Path, Flag(short="o")]
+    """File for the known facts (JSON lines)."""
+    patterns: Path | None = None
+    """ParaRel's table of patterns, with [X] and [Y]."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Use only N facts, drawn at random."""
+    seed: int = 0
+    """Seed of the draw."""
+    max_new_tokens: Annotated[int, Ge(1)] = 10
+    """Tokens to generate."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+
+
+def find_known(options: KnownOptions) -> None:
+    """Find facts that a model knows: greedy decoding names the object before any other name."""
     from factscope.data.readers import pararel_facts, read_facts
     from factscope.io import write_atomic
-    from factscope.lm.load import load
     from factscope.tracing.known import find_known as find_known_facts
 
-    if patterns is None:
-        file = read_facts(facts)
-        for problem in file.problems:
-            notes.print(f"left out: {problem}", soft_wrap=True)
-        asked = list(file.facts)
+    if options.patterns is None:
+        file = read_facts(options.facts)
+        skipped(file.problems)
+        facts = list(file.facts)
     else:
-        asked = list(pararel_facts(facts, patterns))
-    if limit is not None and limit < len(asked):
-        asked = random.Random(seed).sample(asked, limit)
-    with doing(f"loading {model}"):
-        lm = load(model, device=device, dtype=dtype)
-    with progress("asking", len(asked)) as done:
-        found = list(find_known_facts(lm, asked, tokens=tokens, progress=done))
-    write_atomic(out, "".join(_line(i, fact, said) for i, (fact, said) in enumerate(found)))
-    if json:
-        print_json({"asked": len(asked), "known": len(found), "file": str(out)})
+        facts = list(pararel_facts(options.facts, options.patterns))
+    if options.limit is not None and options.limit < len(facts):
+        facts = random.Random(options.seed).sample(facts, options.limit)
+    lm = options.model.load()
+    with working("predicting", len(facts)) as done:
+        tokens = options.max_new_tokens
+        known = list(find_known_facts(lm, facts, max_new_tokens=tokens, progress=done))
+    lines = [
+        {
+            "known_id": i, "subject": fact.subject, "attribute": fact.target, "prompt": fact.text,
+            "prediction": prediction, "relation_id": fact.relation,
+        }
+        for i, (fact, prediction) in enumerate(known)
+    ]  # fmt: skip
+    out = options.out
+    write_atomic(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    if options.json:
+        print_json({"asked": len(facts), "known": len(known), "file": str(out)})
         return
-    summary = f"{len(found)} of {len(asked)} facts are known to {model}: {out}"
-    results.print(f"{summary}\nNext: factscope trace --facts {out} --out RUN", soft_wrap=True)
+    say(f"{len(known)} of {len(facts)} facts are known to {options.model.model}: {out}")
+    say(f"Next: factscope trace --facts {out} --out RUN")
 
 
-def _line(number: int, fact: "Fact", said: str) -> str:
-    """A known fact as known_1000 has it."""
-    record = {
-        "known_id": number,
-        "subject": fact.subject,
-        "attribute": fact.target,
-        "prompt": fact.text,
-        "prediction": said,
-        "relation_id": fact.relation,
-    }
-    return json_module.dumps(record, ensure_ascii=False) + "\n"
+# ---- building CounterFact
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(Options):
+    """Options."""
+
+    facts: Path
+    """ParaRel's table of facts, by relation."""
+    patterns: Path
+    """ParaRel's table of patterns, with [X] and [Y]."""
+    out: Annotated[Path, Flag(short="o")]
+    """File for the records (JSON)."""
+    text: Path | None = None
+    """Articles, separated by blank lines, for generation prompts and references."""
+    references: Path | None = None
+    """File for the reference texts (JSON); needs --text."""
+    wikidata: bool = False
+    """Take neighbours from Wikidata instead of the table."""
+    relations: str | None = None
+    """Use only these relations, e.g. P19,P27; or counterfact for the paper's."""
+    full: bool = False
+    """Keep only records with ten neighbours and attributes."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Build at most N records."""
+    seed: int = 0
+    """Seed of all draws."""
+
+
+def build_counterfact(options: BuildOptions) -> None:
+    """Build counterfactuals as the paper does (App. D), from a table of facts and patterns."""
+    from factscope.data.readers import read_relation_table
+    from factscope.extras.counterfact_builder import articles, build
+
+    limit, full = options.limit, options.full
+    if options.references is not None and options.text is None:
+        raise BadSetting("--references needs --text, the articles to take them from")
+    table = read_relation_table(options.facts)
+    patterns = read_relation_table(options.patterns)
+    relations = build.usable_relations(table, patterns, _relations(options.relations, table))
+    for problem in relations.problems:
+        note(problem)
+    with doing("reading the text"):
+        texts = () if options.text is None else articles.read_articles(options.text)
+        sentences = articles.plain_sentences(texts)
+    find = _find_in_wikidata() if options.wikidata else build.subjects_in_table
+    entries = build.knowledge_tuples(relations.usable, options.seed)
+    without = sum(len(relation.pairs) for relation in relations.usable) - len(entries)
+    if without:
+        note(f"{without} facts skipped: every object of their relation is true of them")
+    total = len(entries) if full or limit is None else min(limit, len(entries))
+    with counting("building", total) as done:
+        counted = (done(1) or entry for entry in entries)
+        made = build.build_records(counted, sentences=sentences, find=find, full=full)
+        records = list(islice(made, limit))
+    if not records:
+        raise BadFact("no record can be built; each needs an object that is false of its subject")
+    summary: dict[str, Any] = {"file": str(options.out), "problems": list(relations.problems)}
+    summary["without_counterfactual"] = without
+    if options.references is not None:
+        named = articles.articles_by_entity(texts)
+        found = build.build_references(records, relations.usable, named, find)
+        _write(options.references, found)
+        rewrites = [record["requested_rewrite"] for record in records]
+        covered = sum(r["target_new"]["str"] in found.get(r["relation_id"], {}) for r in rewrites)
+        summary |= {"references": str(options.references), "covered": covered}
+    _write(options.out, records)
+    _print_composition(options.out, summary, options.json)
+
+
+def _relations(names: str | None, table: "Tables") -> list[str]:
+    """The chosen relations; empty for all."""
+    from factscope.extras.counterfact_builder.build import COUNTERFACT
+
+    if names is None:
+        return []
+    if names.strip().lower() == "counterfact":
+        return [name for name in COUNTERFACT if name in table]
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _find_in_wikidata() -> "FindSubjects":
+    """Subjects from Wikidata, each object requested once; from the table if it has none."""
+    from functools import cache
+
+    from factscope.extras.counterfact_builder.build import (
+        Relation,
+        SubjectsWithObject,
+        subjects_in_table,
+    )
+    from factscope.extras.counterfact_builder.wikidata import Wikidata
+    from factscope.io import cache_folder
+
+    service = Wikidata(cache_folder() / "wikidata")
+    request = cache(service.subjects)
+
+    def find(relation: Relation, target: str) -> SubjectsWithObject:
+        found = request(relation.name, target)
+        return found if found.subjects else subjects_in_table(relation, target)
+
+    return find
+
+
+def _write(path: Path, value: Any) -> None:
+    """The value as JSON, compressed for .gz; the same bytes for the same value."""
+    from factscope.io import write_atomic
+
+    data = json.dumps(value, ensure_ascii=False, indent=1).encode()
+    write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompositionOptions(Options):
+    """Options."""
+
+    file: Annotated[Path, Flag(positional=True)]
+    """CounterFact, or another file of cases."""
+
+
+def composition(options: CompositionOptions) -> None:
+    """Count what a file of cases consists of, as in the paper's Table 2."""
+    _print_composition(options.file, {"file": str(options.file)}, options.json)
+
+
+def _print_composition(file: Path, summary: dict[str, Any], json: bool) -> None:
+    """The composition of a file, read back from it."""
+    from factscope.data.readers import read_cases
+    from factscope.extras.counterfact_builder.composition import composition
+
+    read = read_cases(file)
+    skipped(read.problems)
+    items: Sequence[Any] = composition(read.cases)
+    if json:
+        print_json(summary | {"composition": [asdict(item) for item in items]})
+        return
+    rows = [
+        (item.name, f"{item.total:,}", f"{item.per_relation:,.1f}", f"{item.per_record:.2f}")
+        for item in items
+    ]
+    print_table(("item", "total", "per relation", "per record"), rows)
+    if "references" in summary:
+        covered = f"{summary['covered']} of {len(read.cases)} records have reference texts"
+        say(f"{covered}: {summary['references']}")
+    say(str(file))
+
+
+COMMANDS = {
+    "list": Command(run=list_data, base=lambda given: Options),
+    "get": Command(run=get, base=lambda given: GetOptions),
+    "show": Command(run=show, base=lambda given: ShowOptions),
+    "find-known": Command(run=find_known, base=lambda given: KnownOptions),
+    "build-counterfact": Command(run=build_counterfact, base=lambda given: BuildOptions),
+    "composition": Command(run=composition, base=lambda given: CompositionOptions),
+}

@@ -1,109 +1,253 @@
-"""factscope evaluate: an editor on many cases, into a run's folder."""
+"""factscope evaluate and sweep: an editor on many cases, into a run folder."""
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from annotated_types import Ge
 
-from factscope.cli import edit_options as flags
-from factscope.cli import evaluate_options as asked
-from factscope.cli.edit_stats import with_statistics
-from factscope.cli.options import Device, DeviceMap, Dtype, Json, Model
-from factscope.cli.report import summary_values
-from factscope.cli.show import notes, print_json, progress, results
-from factscope.errors import BadSetting
+from factscope.cli.edit import MethodOptions, explain_method, method_base
+from factscope.cli.flags import Command
+from factscope.cli.output import doing, note, print_json, say, skipped, working
+from factscope.cli.report import print_sweep, summary_values
+from factscope.cli.stats import each_with_statistics, with_statistics
+from factscope.editing.settings import EDITORS, HypernetEditor, Memit
+from factscope.errors import BadSetting, FactscopeError
+from factscope.evaluation.settings import ScoringOptions
+from factscope.settings import Flag, Setting, settings_of
 
 if TYPE_CHECKING:
+    from factscope.editing.editor import Editor
+    from factscope.lm.model import LM
     from factscope.records import CaseRecord
+    from factscope.runs.evaluate import EvaluateRun, Executor
 
-__all__ = ["evaluate"]
+__all__ = ["EVALUATE", "SWEEP", "data_name"]
 
 
-def evaluate(
-    data: asked.Data = "everyday",
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The run's folder; it can be gone on with.")
-    ] = None,
-    limit: flags.Limit = None,
-    protocol: asked.Protocol = "single",
-    batch_size: asked.BatchSize = None,
-    length: asked.Length = 100,
-    seed: asked.Seed = 0,
-    references: asked.References = None,
-    on: asked.On = "here",
-    ray_address: asked.RayAddress = None,
-    workers: asked.Workers = None,
-    model: Model = "smollm2-135m",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    json: Json = False,
-    method: flags.MethodName = "rome",
-    preset: flags.Preset = "default",
-    layer: flags.LayerWord = None,
-    token: flags.TokenName = None,
-    stats: flags.Stats = None,
-    no_stats: flags.NoStats = False,
-    prefixes: flags.Prefixes = None,
-    prefix_lengths: flags.PrefixLengths = None,
-    ridge: flags.Ridge = None,
-    prefix_seed: asked.PrefixSeed = None,
-    steps: flags.Steps = None,
-    lr: flags.Rate = None,
-    clamp: flags.Clamp = None,
-    max_change: flags.Bound = None,
-    neurons: flags.Neurons = None,
-    threshold: flags.Threshold = None,
-    share: flags.Share = None,
-    new_weight: flags.NewWeight = None,
-    old_weight: flags.OldWeight = None,
-    weights: flags.Weights = None,
-    scale: flags.Scale = None,
-) -> None:
-    """Edit and score many cases: the paper's metrics, in a folder that survives a kill."""
-    if out is None:
-        raise BadSetting("give --out FOLDER: the run's records go there, and it goes on from there")
-    asked.check_protocol(protocol, batch_size)
-    worker = asked.Worker(on=on, device=device, address=ray_address, workers=workers)
-    editor = asked.editor_from(
-        method, preset, stats=stats, no_stats=no_stats, prefixes=prefixes,
-        prefix_lengths=prefix_lengths, prefix_seed=prefix_seed, layer=layer, token=token,
-        steps=steps, lr=lr, clamp=clamp, max_change=max_change, ridge=ridge, weights=weights,
-        scale=scale, **flags.neurons_of(neurons, threshold, share, new_weight, old_weight),
-    )  # fmt: skip
-    row = asked.row_name(editor, method, preset)
-    run = asked.run_from(
-        editor, row, model=model, dtype=dtype, data=data, limit=limit,
-        protocol=protocol, batch_size=batch_size, length=length, seed=seed, references=references,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(MethodOptions):
+    """Options."""
+
+    data: str = "everyday"
+    """counterfact, zsre, everyday, or a file of cases."""
+    out: Annotated[Path, Flag(short="o", required=True)] = Path()
+    """Run folder. An interrupted run resumes."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Use only the first N cases."""
+    protocol: Literal["single", "sequential", "batch"] = "single"
+    """One edit per fact, facts one after another into the same model, or many facts in one edit."""
+    facts_per_edit: Annotated[int | None, Ge(1)] = None
+    """With --protocol batch: facts in one edit; all if not given."""
+    references: str | None = None
+    """Reference texts for RS: a file, or snippets for the paper's."""
+    engine: Literal["local", "ray"] = "local"
+    """Compute in this process, or spread the cases over Ray actors."""
+    ray_address: str | None = None
+    """Address of a Ray cluster; started on this machine if not given."""
+    ray_workers: Annotated[int | None, Ge(1)] = None
+    """Ray actors; one per GPU if not given."""
+    scoring: ScoringOptions = field(default_factory=ScoringOptions)
+
+    def evaluation(self) -> "EvaluateRun":
+        """The run; its data files are found, or downloaded."""
+        from factscope.data.registry import find_data
+        from factscope.evaluation.cases import load_reference_similarity
+        from factscope.runs.evaluate import EvaluateRun
+
+        if self.facts_per_edit is not None and self.protocol != "batch":
+            raise BadSetting("--facts-per-edit goes with --protocol batch")
+        editor = self.checked_editor()
+        data, references, similarity = find_data(self.data), None, None
+        if self.references is not None:
+            references = find_data(self.references)
+            more = ("idf", "vocabulary") if self.references == "snippets" else ()
+            with doing("reading reference texts"):
+                similarity = load_reference_similarity(references, *map(find_data, more))
+        return EvaluateRun(
+            model=self.model.model, dtype=self.model.dtype, data=data, name=data_name(self.data),
+            method=_row_name(editor, self.preset), editor=editor, protocol=self.protocol,
+            batch_size=self.facts_per_edit, limit=self.limit, scoring=self.scoring,
+            similarity=similarity, references=references,
+        )  # fmt: skip
+
+    def load(self) -> "LM":
+        """The model here; Ray actors have their own, on their own devices."""
+        return self.model.load(device="cpu" if self.engine == "ray" else None)
+
+    @contextmanager
+    def executor(self, lm: "LM", run: "EvaluateRun") -> "Iterator[Executor | None]":
+        """What computes the pieces of a run; None for this process."""
+        if self.engine == "local":
+            yield None
+            return
+        from factscope.runs.ray import WorkerSetup, ray_executor
+
+        setup = WorkerSetup(replace(run, editor=run.editor.resolve(lm)), self.model.device)
+        with ray_executor(
+            setup, run.protocol, address=self.ray_address, workers=self.ray_workers
+        ) as executor:
+            yield executor
+
+
+def data_name(data: str) -> str:
+    """Name of a data set in records and tables: its own, or that of its file."""
+    from factscope.data.registry import DATA_SETS
+
+    file = Path(data).name.removesuffix(".gz")
+    known = (name for name, one in DATA_SETS.items() if file in one.files)
+    return next(known, file.partition(".")[0])
+
+
+def _row_name(editor: "Editor", preset: str) -> str:
+    """Name of a method in tables: with the preset where that differs from the default.
+
+    A hypernetwork's name depends on its training data, as in the paper.
+    """
+    if isinstance(editor, HypernetEditor):
+        return editor.row
+    presets = EDITORS[editor.method]
+    same = presets[preset] == presets["default"]
+    return editor.method if same else f"{editor.method}, {preset}"
+
+
+def evaluate(options: EvaluateOptions) -> None:
+    """Edit and score many cases: the metrics of the paper, into a run folder."""
+    run = options.evaluation()
     file = run.read()
-    for problem in file.problems:
-        notes.print(f"left out: {problem}", soft_wrap=True)
-    lm = worker.load(model, dtype, device_map)
-    facts = [case.fact for case in file.cases]
-    run = replace(run, editor=with_statistics(lm, editor, facts))
-    resolve = replace(run, editor=run.editor.resolve(lm))
-    folder = run.begin(lm, out)
-    with worker.crew(lm, resolve) as crew, progress("evaluating", len(file.cases)) as done:
-        resolve.go_on(lm, folder, file.cases, crew=crew, progress=done)
-    tell(folder.case_records(), out, list(file.problems), json)
+    skipped(file.problems)
+    lm = options.load()
+    run = replace(run, editor=with_statistics(lm, run.editor, [case.fact for case in file.cases]))
+    resolved = replace(run, editor=run.editor.resolve(lm))
+    folder = run.create_or_open(lm, options.out)
+    with (
+        options.executor(lm, resolved) as executor,
+        working("evaluating", len(file.cases)) as done,
+    ):
+        resolved.run(lm, folder, file.cases, executor=executor, progress=done)
+    _print(folder.case_records(), options, list(file.problems))
 
 
-def tell(records: "list[CaseRecord]", out: Path, problems: list[str], json: bool) -> None:
-    """The summary's row, and what to do next."""
-    from factscope.analysis.metrics import summaries
+def _print(records: "list[CaseRecord]", options: EvaluateOptions, problems: list[str]) -> None:
+    """The table of the run."""
+    from factscope.analysis.metrics import summarize
     from factscope.report.evaluations import evaluation_tables
     from factscope.report.tables import as_markdown
 
-    found = summaries(records)
-    failed = [record for record in records if record.failed]
-    if json:
+    found = summarize(records)
+    if options.json:
         rows = [summary_values(row) for row in found]
-        print_json({"run": str(out), "left_out": problems, "summaries": rows})
+        print_json({"run": str(options.out), "left_out": problems, "summaries": rows})
         return
-    for record in failed[:5]:
-        notes.print(f"failed: case {record.fact.id}: {record.error}", soft_wrap=True)
-    for table in evaluation_tables(found, beside=False):
-        results.print(as_markdown(table), soft_wrap=True)
-    results.print(f"Next: factscope report {out}", soft_wrap=True)
+    for record in [record for record in records if record.failed][:5]:
+        note(f"failed: case {record.fact.id}: {record.error}")
+    for table in evaluation_tables(found, include_published=False):
+        say(as_markdown(table))
+    say(f"Next: factscope report {options.out}")
+
+
+METHOD: dict[str, Any] = {"chosen_by": ("method", "preset"), "explain": explain_method}
+EVALUATE = Command(run=evaluate, base=method_base(EvaluateOptions), **METHOD)
+
+
+# ---- sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(EvaluateOptions):
+    """Options."""
+
+    grid: tuple[str, ...] = ()
+    """Setting and its values: layer=0-29, token=subject-last,last, max-change=1e-4,none or
+    prefix-lengths=none;5x10,10x10. Repeatable; every combination is evaluated."""
+    scoring: ScoringOptions = field(default_factory=lambda: ScoringOptions(length=0))
+
+    def axes(self) -> dict[str, dict[Any, Any]]:
+        """Field → value as it is recorded → value of the setting."""
+        from factscope.analysis.sweep import AXES
+
+        found: dict[str, dict[Any, Any]] = {}
+        for word in self.grid:
+            name, equals, values = word.partition("=")
+            axis = name.strip().replace("-", "_")
+            if not equals or axis not in AXES:
+                flags = ", ".join(axis.replace("_", "-") for axis in AXES)
+                raise BadSetting(f"--grid is {word!r}; write NAME=VALUES, with NAME from {flags}")
+            if axis in found:
+                raise BadSetting(f"--grid {name} is given twice; give all its values at once")
+            found[axis] = _values(self._setting(name.strip()), values)
+            if not found[axis]:
+                raise BadSetting(f"--grid is {word!r}; it has no values")
+        if not found:
+            raise BadSetting("a sweep needs a grid, e.g. --grid layer=0-29")
+        return found
+
+    def _setting(self, name: str) -> Setting:
+        """The method's setting of that name."""
+        settings = settings_of(self.editor)
+        if name in settings:
+            return settings[name]
+        if name == "layer" and isinstance(self.editor, Memit):
+            more = ": it edits several layers at once, which `evaluate --layers` gives"
+        else:
+            more = "; leave it out, or choose another --method"
+        raise BadSetting(f"{self.method} has no --{name}{more}")
+
+
+def _values(setting: Setting, text: str) -> dict[Any, Any]:
+    """The values of an axis; those that contain commas are separated by semicolons."""
+    words = [word.strip() for word in text.split(";" if setting.repeated else ",") if word.strip()]
+    if int in setting.types:
+        layers = replace(setting, type=tuple[int, ...]).parse(words) if words else ()
+        return {layer: layer for layer in layers}
+    values = [setting.parse(word) for word in words]
+    return {x if isinstance(x, int | float | str) else setting.text(x): x for x in values}
+
+
+def sweep(options: SweepOptions) -> None:
+    """Evaluate a method at every point of a grid: which layer, token, limit or prefixes?
+
+    Every point is an evaluation in a folder of its own; the unedited model is scored once.
+    """
+    from factscope.analysis.sweep import grid_points
+    from factscope.runs.sweep import SweepPoint, SweepRun
+
+    axes = options.axes()
+    base = options.evaluation()
+    settings = grid_points({axis: list(values) for axis, values in axes.items()})
+    runs = [_at_point(base, axes, point, options.preset) for point in settings]
+    file = base.read()
+    skipped(file.problems)
+    lm = options.load()
+    run = SweepRun(base=base, grid={axis: list(values) for axis, values in axes.items()})
+    folder = run.create_or_open(lm, options.out)
+    facts = [case.fact for case in file.cases]
+    editors = each_with_statistics(lm, [run.editor for run in runs], facts)
+    points = [
+        SweepPoint(
+            settings=point,
+            run=made if isinstance(made, FactscopeError) else replace(own, editor=made),
+        )
+        for point, own, made in zip(settings, runs, editors, strict=True)
+    ]
+    with working(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
+        run.run(
+            lm, folder, points, file.cases,
+            make_executor=lambda own: options.executor(lm, own), progress=done,
+        )  # fmt: skip
+    print_sweep(folder, None, options.json)
+
+
+def _at_point(
+    base: "EvaluateRun", axes: Mapping[str, Mapping[Any, Any]], point: Mapping[str, Any],
+    preset: str,
+) -> "EvaluateRun":  # fmt: skip
+    """The evaluation at a point. FT with a limit is FT+L, and FT+L without one is FT."""
+    changes = {axis: axes[axis][value] for axis, value in point.items()}
+    editor = replace(base.editor, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(base, editor=editor, method=_row_name(editor, preset))
+
+
+SWEEP = Command(run=sweep, base=method_base(SweepOptions), **METHOD)

@@ -1,179 +1,169 @@
-"""factscope recipe: the runs of a table or figure, one after another, and then its report."""
+"""factscope recipe: the runs of a table or figure, one after another, and then its reports."""
 
 import io
-import json as json_
+import json
 import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from annotated_types import Ge
 
-from factscope.cli.evaluate import evaluate
-from factscope.cli.options import Json
-from factscope.cli.report import report
-from factscope.cli.show import notes, print_json, results
-from factscope.cli.stats import collect
-from factscope.cli.sweep import sweep
-from factscope.cli.trace import trace
-from factscope.cli.train import train
-from factscope.errors import BadSetting
+from factscope.cli.evaluate import EVALUATE, SWEEP
+from factscope.cli.flags import Command, Options
+from factscope.cli.output import note, print_json, say
+from factscope.cli.report import REPORT
+from factscope.cli.stats import COMMANDS as STATS
+from factscope.cli.trace import TRACE
+from factscope.cli.train import TRAIN
+from factscope.errors import BadInput, BadSetting
+from factscope.runs.recipe import Flags, Recipe, flag_words, read_recipe
+from factscope.settings import Flag
 
-if TYPE_CHECKING:
-    from factscope.runs.recipe import Recipe, Step
+__all__ = ["COMMANDS", "RECIPE", "known_flags"]
 
-__all__ = ["commands", "known_flags", "recipe"]
-
-OURS = ("out", "json", "help")
-"""Flags that a recipe does not say: where things go is said once."""
+COMMANDS = {
+    "evaluate": EVALUATE, "sweep": SWEEP, "trace": TRACE, "train": TRAIN,
+    "stats": STATS["collect"], "report": REPORT,
+}  # fmt: skip
+"""The commands that a recipe can run."""
+OWN_FLAGS = {"out", "json", "runs"}
+"""Flags that the recipe command sets itself."""
 FINISHED = "finished.json"
-"""Which runs are finished, and with which words."""
+"""Finished runs, with their words."""
+WEIGHTS = "weights.safetensors"
 
 
-def _instead(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Instead of what the recipe says")
+@dataclass(frozen=True, kw_only=True)
+class Replacements:
+    """Instead of the recipe's values."""
+
+    model: Annotated[str | None, Flag(short="m")] = None
+    """Another model."""
+    data: str | None = None
+    """Other cases."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Another number of cases or facts."""
+    device: str | None = None
+    """cpu, cuda, mps or auto."""
+    dtype: str | None = None
+    """float32, tf32, bfloat16, float16 or auto."""
 
 
-def recipe(
-    file: Annotated[Path, typer.Argument(help="A recipe (.toml); see recipes/.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of its runs; it can be gone on with.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the commands, and what is finished.")
-    ] = False,
-    model: Annotated[str | None, _instead("Another model.", "--model", "-m")] = None,
-    data: Annotated[str | None, _instead("Other cases.")] = None,
-    limit: Annotated[int | None, _instead("Another number of cases or facts.")] = None,
-    device: Annotated[str | None, _instead("cpu, cuda, mps or auto.")] = None,
-    dtype: Annotated[str | None, _instead("float32, tf32, bfloat16, float16 or auto.")] = None,
-    json: Json = False,
-) -> None:
-    """Make a table or figure of the paper: every run of a recipe that is not finished, then draw.
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(Options):
+    """Options."""
 
-    The same command goes on where it stopped.
-    """
-    from factscope.runs.recipe import read_recipe
+    file: Annotated[Path, Flag(positional=True)]
+    """A recipe (.toml); see recipes/."""
+    out: Annotated[Path, Flag(short="o")]
+    """Folder for its runs and reports. An interrupted recipe resumes."""
+    dry_run: bool = False
+    """Only print the commands, and which are finished."""
+    replacements: Replacements = Replacements()
 
-    if out is None:
-        raise BadSetting("give --out FOLDER: a recipe's runs and reports go there")
-    instead = {"model": model, "data": data, "limit": limit, "device": device, "dtype": dtype}
-    changed = {name: value for name, value in instead.items() if value is not None}
-    known = commands()
-    made = read_recipe(file, known_flags(known), changed)
-    plan = _plan(made, out)
-    for name, words in plan:
-        _check(known, file, name, words)
-    finished = _finished(out)
-    if dry_run:
-        _show(made.title, plan, finished, json)
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run or a report as a command with its flags."""
+
+    name: str
+    command: str
+    settings: Mapping[str, Any]
+
+    @property
+    def words(self) -> list[str]:
+        """The command line."""
+        known = COMMANDS[self.command].settings(self.settings)
+        positional = [name for name, setting in known.items() if setting.flag.positional]
+        return [self.command, *flag_words(self.settings, positional)]
+
+    @property
+    def is_report(self) -> bool:
+        """Reports are drawn every time."""
+        return self.command == "report"
+
+    def run(self, as_json: bool) -> Any:
+        """Run it in this process; with --json its result is returned."""
+        command = COMMANDS[self.command]
+        if not as_json:
+            command(self.settings)
+            return None
+        with redirect_stdout(io.StringIO()) as written:
+            command({**self.settings, "json": True})
+        return json.loads(written.getvalue())
+
+
+def recipe(options: RecipeOptions) -> None:
+    """Make a table or figure of the paper: run what is not finished, then draw."""
+    changed = {name: x for name, x in vars(options.replacements).items() if x is not None}
+    made = read_recipe(options.file, known_flags(), changed)
+    plan, finished = _plan(made, options.out), _finished(options.out)
+    for one in plan:  # all of them, before the first runs; weights may be trained only then
+        given = {name: value for name, value in one.settings.items() if name != "weights"}
+        try:
+            COMMANDS[one.command].options(given)
+        except BadInput as error:
+            raise BadSetting(f"{options.file}, {one.name}: {error}") from error
+    if options.dry_run:
+        _show(made.title, plan, finished, options.json)
         return
-    said: dict[str, Any] = {}
-    for i, (name, words) in enumerate(plan):
-        if finished.get(name) == words:
-            notes.print(f"{i + 1}/{len(plan)} {name}: finished", soft_wrap=True)
+    results: dict[str, Any] = {}
+    for i, one in enumerate(plan, 1):
+        words = one.words
+        if finished.get(one.name) == words:
+            note(f"{i}/{len(plan)} {one.name}: finished")
             continue
-        notes.print(f"{i + 1}/{len(plan)} factscope {shlex.join(words)}", soft_wrap=True)
-        said[name] = _run(known, words, json)
-        if not name.startswith(REPORT):
-            finished[name] = words
-            _keep(out, finished)
-    if json:
-        print_json({"recipe": made.title, "out": str(out), "results": said})
+        note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
+        results[one.name] = one.run(options.json)
+        if not one.is_report:
+            finished[one.name] = words
+            _save_finished(options.out, finished)
+    if options.json:
+        print_json({"recipe": made.title, "out": str(options.out), "results": results})
 
 
-REPORT = "report:"
-"""Marks a report's name among those of the runs; reports are drawn every time."""
+RECIPE = Command(run=recipe, base=lambda given: RecipeOptions)
 
 
-def commands() -> dict[str, Any]:
-    """The commands that a recipe can name, as click knows them."""
-    app = typer.Typer(add_completion=False)
-    for name, command in (
-        ("evaluate", evaluate), ("sweep", sweep), ("trace", trace), ("train", train),
-        ("stats", collect), ("report", report),
-    ):  # fmt: skip
-        app.command(name)(command)
-    return dict(typer.main.get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
+def known_flags() -> Flags:
+    """Command → its flags that a recipe can give."""
+
+    def flags_of(command: Command):
+        def flags(given: Mapping[str, Any]) -> frozenset[str]:
+            chosen = {name: x for name, x in given.items() if name in command.chosen_by}
+            return frozenset(command.settings(chosen)) - OWN_FLAGS
+
+        return flags
+
+    return {name: flags_of(command) for name, command in COMMANDS.items()}
 
 
-def known_flags(known: dict[str, Any]) -> dict[str, set[str]]:
-    """Command → its flags without dashes in front, and its argument."""
-    found = {}
-    for name, command in known.items():
-        flags = {
-            word.lstrip("-")
-            for parameter in command.params
-            for word in (*parameter.opts, *parameter.secondary_opts)
-            if len(word.lstrip("-")) > 1
-        }
-        found[name] = flags - set(OURS) - {"runs"}
-    return found
-
-
-def _plan(made: "Recipe", out: Path) -> list[tuple[str, list[str]]]:
-    """Every run and every report, as words of the command line."""
-    from factscope.runs.recipe import flag_words
-
+def _plan(made: Recipe, out: Path) -> list[Planned]:
+    """Every run and every report."""
     trained = {step.name for step in made.steps if step.command == "train"}
-    plan = [(step.name, _words(step, out, trained)) for step in made.steps]
+    plan = []
+    for step in made.steps:
+        settings = dict(step.settings)
+        if settings.get("weights") in trained:
+            settings["weights"] = str(out / settings["weights"] / WEIGHTS)
+        if step.command != "stats":  # these go to the user's cache, where edits look for them
+            figure = step.command == "trace" and "facts" not in settings
+            settings["out"] = str(out / (f"{step.name}.pdf" if figure else step.name))
+        plan.append(Planned(name=step.name, command=step.command, settings=settings))
     for one in made.reports:
         runs = [str(out / name) for name in one.runs]
-        words = ["report", *runs, *flag_words(one.settings), "--out", str(out / one.name)]
-        plan.append((REPORT + one.name, words))
+        settings = {"runs": runs, **one.settings, "out": str(out / one.name)}
+        plan.append(Planned(name=f"report:{one.name}", command="report", settings=settings))
     return plan
 
 
-def _words(step: "Step", out: Path, trained: set[str]) -> list[str]:
-    from factscope.runs.folder import WEIGHTS
-    from factscope.runs.recipe import flag_words
-
-    settings = dict(step.settings)
-    if settings.get("weights") in trained:
-        settings["weights"] = out / settings["weights"] / WEIGHTS
-    words = [step.command, *flag_words(settings, step.command)]
-    if step.command == "stats":
-        return words  # into the user's cache, where edits look for them
-    figure = step.command == "trace" and "facts" not in step.settings
-    return [*words, "--out", str(out / (f"{step.name}.pdf" if figure else step.name))]
-
-
-def _check(known: dict[str, Any], file: Path, name: str, words: list[str]) -> None:
-    """Let the command read its words, before the first of them runs."""
-    try:
-        known[words[0]].make_context(words[0], list(words[1:]))
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # what click says of wrong words
-            raise
-        said = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-        raise BadSetting(f"{file}, {name}: {said}") from error
-
-
-def _run(known: dict[str, Any], words: list[str], json: bool) -> Any:
-    """One command in this process; with --json what it says comes back as a value."""
-    command, rest = words[0], _located(words[1:])
-    if not json:
-        known[command].main(rest, prog_name=command, standalone_mode=False)
-        return None
-    with redirect_stdout(io.StringIO()) as written:
-        known[command].main([*rest, "--json"], prog_name=command, standalone_mode=False)
-    return json_.loads(written.getvalue())
-
-
-def _located(words: list[str]) -> list[str]:
-    """Facts by the name of their data set; `trace` itself takes a file only."""
-    from factscope.data.registry import DATA_SETS, find_data
-
-    place = words.index("--facts") + 1 if "--facts" in words else None
-    if place is None or words[place] not in DATA_SETS:
-        return words
-    return [*words[:place], str(find_data(words[place])), *words[place + 1 :]]
-
-
 def _finished(out: Path) -> dict[str, list[str]]:
-    """The runs that came to their end, if what they left is still there."""
+    """The words of the finished runs whose output still exists."""
     try:
-        noted = json_.loads((out / FINISHED).read_text("utf-8"))
+        noted = json.loads((out / FINISHED).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return {
@@ -183,25 +173,28 @@ def _finished(out: Path) -> dict[str, list[str]]:
     }
 
 
-def _keep(out: Path, finished: dict[str, list[str]]) -> None:
+def _save_finished(out: Path, finished: dict[str, list[str]]) -> None:
     from factscope.io import write_atomic
 
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / FINISHED, json_.dumps(finished, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(out / FINISHED, json.dumps(finished, indent=2, ensure_ascii=False) + "\n")
 
 
 def _show(
-    title: str, plan: list[tuple[str, list[str]]], finished: dict[str, list[str]], json: bool
+    title: str, plan: Sequence[Planned], finished: Mapping[str, list[str]], as_json: bool
 ) -> None:
     """The commands, and which are finished."""
     steps = [
-        {"name": name, "words": ["factscope", *words], "finished": finished.get(name) == words}
-        for name, words in plan
+        {
+            "name": x.name,
+            "words": ["factscope", *x.words],
+            "finished": finished.get(x.name) == x.words,
+        }
+        for x in plan
     ]
-    if json:
+    if as_json:
         print_json({"recipe": title, "steps": steps})
         return
-    results.print(title, soft_wrap=True)
+    say(title)
     for step in steps:
-        done = "  # finished" if step["finished"] else ""
-        results.print(shlex.join(step["words"]) + done, soft_wrap=True)
+        say(shlex.join(step["words"]) + ("  # finished" if step["finished"] else ""))

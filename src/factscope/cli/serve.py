@@ -1,76 +1,91 @@
-"""factscope serve: locate, edit and compare in a browser."""
+"""factscope serve and demo: trace and edit in a browser, and a first example."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from annotated_types import Ge, Le
 
-from factscope.cli.options import Device, DeviceMap, Dtype, Model
-from factscope.cli.show import doing, results
+from factscope.cli.edit import draw_edit, make_edit, print_edit
+from factscope.cli.flags import Command, ModelOptions, Options
+from factscope.cli.output import doing, note, print_json, say, working
+from factscope.cli.trace import draw_trace, print_trace
+from factscope.editing.settings import editor
 from factscope.errors import BadSetting
+from factscope.settings import Flag
+from factscope.tracing.settings import Tracing
 
-__all__ = ["serve"]
-
-
-def _limit(text: str, *names: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=text, rich_help_panel="ServerLimits", min=1)
+__all__ = ["DEMO", "SERVE"]
 
 
-def serve(
-    runs: Annotated[
-        Path | None, typer.Option(help="A folder of runs to compare: trace, evaluate, sweep.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 lets others in.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any that is free.", min=0, max=65535)] = 8321,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="A name that the server goes by, besides its address; repeatable."),
-    ] = None,
-    model: Model = "smollm2-135m",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    samples: Annotated[int, _limit("Samples of the noise in a trace.", "--max-samples")] = 10,
-    tokens: Annotated[int, _limit("Tokens of a prompt.", "--max-tokens")] = 48,
-    waiting: Annotated[int, _limit("Jobs that wait or run.", "--max-waiting")] = 24,
-    edits: Annotated[int, _limit("Edits of one visitor.", "--max-edits")] = 12,
-) -> None:
-    """Open a page on which to locate, edit and compare; for several people at once."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits."""
+
+    max_samples: Annotated[int, Ge(1)] = 10
+    """Noise samples in a trace."""
+    max_prompt_tokens: Annotated[int, Ge(1)] = 48
+    """Tokens of a prompt."""
+    max_jobs: Annotated[int, Ge(1)] = 24
+    """Jobs that wait or run."""
+    max_edits: Annotated[int, Ge(1)] = 12
+    """Edits of one visitor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options."""
+
+    runs: Path | None = None
+    """Folder of runs to compare, written by trace, evaluate or sweep."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts other machines."""
+    port: Annotated[int, Ge(0), Le(65535)] = 8321
+    """Port; 0 for any that is free."""
+    allowed_host: tuple[str, ...] = ()
+    """Name under which the server is reached, besides its address. Repeatable."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(options: ServeOptions) -> None:
+    """Open a page to trace, edit and compare, for several people at once."""
     try:
-        from factscope.serve.app import run
+        from factscope.serve.app import LOCAL, run
     except ModuleNotFoundError as error:
         raise BadSetting(
             f"the page needs the package {error.name!r}; install it with "
             "`pip install 'factscope[serve]'`"
         ) from error
-    from factscope.lm.load import load
-    from factscope.serve.app import LOCAL
     from factscope.serve.schemas import ServerLimits
     from factscope.serve.sessions import ServerState
 
-    if runs is not None and not runs.is_dir():
-        raise BadSetting(f"there is no folder {runs}; give one that holds runs")
-    limits = ServerLimits(samples=samples, tokens=tokens, waiting=waiting, edits=edits)
-    with doing(f"loading {model}"):
-        lm = load(model, device=device, dtype=dtype, device_map=device_map)
-    served = ServerState(lm=lm, runs=runs, limits=limits)
+    if options.runs is not None and not options.runs.is_dir():
+        raise BadSetting(f"--runs is {str(options.runs)!r}; give a folder of runs")
+    given = options.limits
+    limits = ServerLimits(
+        samples=given.max_samples, tokens=given.max_prompt_tokens, waiting=given.max_jobs,
+        edits=given.max_edits,
+    )  # fmt: skip
+    lm = options.model.load()
+    state = ServerState(lm=lm, runs=options.runs, limits=limits)
+    # The page itself says where C is missing; a visitor who leaves is no error.
+    with _errors_only("factscope.editing.closed_form", "asyncio"):
+        run(
+            state, host=options.host, port=options.port, names=[*LOCAL, *options.allowed_host],
+            ready=lambda address: say(f"{lm.name} at {address} (Ctrl-C stops)"),
+        )  # fmt: skip
 
-    def ready(address: str) -> None:
-        results.print(f"{lm.name} at {address} (Ctrl-C ends)", soft_wrap=True)
 
-    # The page says itself where C is left out, and that someone left is no news.
-    with _quiet("factscope.editing.closed_form", "asyncio"):
-        run(served, host=host, port=port, names=[*LOCAL, *(name or [])], ready=ready)
+SERVE = Command(run=serve, base=lambda given: ServeOptions)
 
 
 @contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers tell errors only."""
+def _errors_only(*names: str) -> Iterator[None]:
+    """Inside, these loggers report errors only."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -79,3 +94,67 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+# ---- demo
+
+SUBJECT, PROMPT = "The Eiffel Tower", "{} is located in the city of"
+PARAPHRASES = (
+    "To see the Eiffel Tower, travel to the city of",
+    "Where is the Eiffel Tower? It is in",
+)
+NEIGHBOURS = (
+    "The Louvre is located in the city of",
+    "The Brandenburg Gate is located in the city of",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Options):
+    """Options."""
+
+    out: Annotated[Path, Flag(short="o")] = Path("demo")
+    """Folder for the figures."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+
+
+def demo(options: DemoOptions) -> None:
+    """Trace where the model stores the Eiffel Tower's city, move it to Rome, and draw both."""
+    from factscope.evaluation.before_after import before_after
+    from factscope.facts import Case, Fact
+    from factscope.io import write_atomic
+    from factscope.records import write_records
+    from factscope.report.edits import trace_and_edit_page
+    from factscope.tracing.trace import trace
+
+    out = options.out
+    note(f"Loading {options.model.model}; the first time it is downloaded and converted.")
+    lm = options.model.load()
+    fact = Fact(subject=SUBJECT, prompt=PROMPT, target="Paris")
+    with working(f"tracing {fact.text!r}") as done:
+        traced = trace(lm, fact, Tracing(sever=("mlp", "attn")), progress=done)
+    write_records(out / "trace.jsonl", [traced])
+    new = Fact(subject=SUBJECT, prompt=PROMPT, target="Rome")
+    case = Case(fact=new, paraphrases=PARAPHRASES, neighbours=NEIGHBOURS)
+    edit = make_edit(lm, editor("rome"), [case])
+    with doing("predicting before and after"):
+        edited = before_after(lm, edit, case)
+    edit.save(out / "rome.edit")
+    write_atomic(out / "edit.json", edited.to_json() + "\n")
+    write_atomic(out / "index.html", trace_and_edit_page(traced, edited))
+    figures = [*draw_trace(traced, out / "trace.png"), *draw_edit(edited, None, out / "edit.png")]
+    files = [
+        out / "index.html", *figures, out / "trace.jsonl", out / "edit.json", out / "rome.edit",
+    ]  # fmt: skip
+    if options.json:
+        print_json({"files": [str(path) for path in files]})
+        return
+    print_trace(traced)
+    say("")
+    print_edit(edited)
+    say("")
+    say(f"Files: {', '.join(str(path) for path in files)}")
+    say(f"Open {files[0]}")
+
+
+DEMO = Command(run=demo, base=lambda given: DemoOptions)

@@ -1,147 +1,179 @@
-"""factscope trace: where is this fact? One prompt, or a file of facts into a run's folder."""
+"""factscope trace: one prompt, or a file of facts into a run folder."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from factscope.cli import trace_options as flags
-from factscope.cli.options import Device, DeviceMap, Dtype, Json, Model
-from factscope.cli.show import doing, notes, print_json, progress, results, working
-from factscope.cli.view import check_suffix, draw, print_trace
+from annotated_types import Ge
+
+from factscope.cli.flags import Command, ModelOptions, Options
+from factscope.cli.output import (
+    check_suffix,
+    note,
+    print_json,
+    results,
+    say,
+    skipped,
+    working,
+)
 from factscope.errors import BadSetting
+from factscope.settings import Flag
+from factscope.tracing.settings import PRESETS, Tracing
 
 if TYPE_CHECKING:
     from factscope.facts import Fact
-    from factscope.lm.model import LM
-    from factscope.runs.trace import TraceRun
-    from factscope.tracing.settings import Tracing
+    from factscope.records import TraceRecord
 
-__all__ = ["fact_from", "trace"]
+__all__ = ["TRACE", "draw_trace", "fact_from", "print_trace"]
 
 
-def trace(
-    prompt: flags.Prompt = None,
-    subject: flags.Subject = None,
-    occurrence: flags.Occurrence = None,
-    target: flags.Target = None,
-    facts: flags.Facts = None,
-    limit: flags.Limit = None,
-    out: flags.Out = None,
-    model: Model = "smollm2-135m",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    memory: flags.Memory = None,
-    json: Json = False,
-    preset: flags.Preset = "default",
-    noise: flags.Noise = None,
-    corrupt: flags.Corrupt = None,
-    replace: flags.Replace = False,
-    extra_tokens: flags.ExtraTokens = None,
-    samples: flags.Samples = None,
-    seed: flags.Seed = None,
-    kind: flags.Kind = None,
-    window: flags.Window = None,
-    alignment: flags.Alignment = None,
-    sever: flags.Sever = None,
-    sever_rows: flags.SeverRows = None,
-    sever_at: flags.SeverAt = None,
-    gradients: flags.Gradients = False,
-    gradient_path: flags.GradientPath = None,
-) -> None:
-    """Trace a fact: which states bring the answer back after the subject was hidden?"""
-    from factscope.data.registry import find_data
-    from factscope.lm.load import load
-    from factscope.lm.memory import parse_bytes
-    from factscope.runs.trace import TraceRun
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(Options):
+    """Options."""
 
-    settings = flags.settings_of(
-        preset,
-        noise,
-        {"distribution": corrupt, "replace": replace, "extra_tokens": extra_tokens,
-         "samples": samples, "seed": seed},
-        {"kinds": kind, "window": window, "alignment": alignment, "sever": sever,
-         "sever_rows": sever_rows, "sever_at": sever_at, "gradients": gradients,
-         "gradient_path": gradient_path},
-    )  # fmt: skip
-    bound = None if memory is None else parse_bytes(memory)
-    if facts is not None:
-        if prompt is not None or out is None:
+    prompt: Annotated[str | None, Flag(positional=True)] = None
+    """Text up to the object."""
+    subject: str | None = None
+    """The words of the prompt that name the subject."""
+    occurrence: int | None = None
+    """Which occurrence of the subject in the prompt, from 1; the last if not given."""
+    target: str | None = None
+    """The expected answer."""
+    facts: str | None = None
+    """Trace every fact of a file or data set, e.g. known."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Use only the first N facts."""
+    out: Annotated[Path | None, Flag(short="o")] = None
+    """Figure (.png .svg .pdf .html), or with --facts the run folder. An interrupted run resumes."""
+    max_memory: str | None = None
+    """Limit on memory beside the model, e.g. 4GiB."""
+    preset: Literal["default", "paper"] = "default"
+    """paper computes what the paper's code computes."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    tracing: Tracing = field(default_factory=Tracing)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """--max-memory in bytes."""
+        from factscope.lm.memory import parse_bytes
+
+        return None if self.max_memory is None else parse_bytes(self.max_memory)
+
+
+def _base(given: Mapping[str, Any]) -> TraceOptions:
+    preset = given.get("preset", "default")
+    return TraceOptions(tracing=PRESETS.get(preset, PRESETS["default"]))
+
+
+def trace(options: TraceOptions) -> None:
+    """Trace a fact: which states restore the answer after the subject was corrupted?"""
+    if options.facts is not None:
+        if options.prompt is not None or options.out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
-        file = find_data(str(facts))
-        run = TraceRun(model=model, dtype=dtype, facts=file, limit=limit, settings=settings)
-        _many(run, device, device_map, out, bound, json)
-        return
-    if prompt is None or subject is None:
+        _trace_file(options, options.facts, options.out)
+    elif options.prompt is None or options.subject is None:
         raise BadSetting('give a prompt and its --subject "…", or --facts FILE --out FOLDER')
-    fact = fact_from(prompt, subject, occurrence, target)
-    if out is not None:
-        check_suffix(out)
-    with doing(f"loading {model}"):
-        lm = load(model, device=device, dtype=dtype, device_map=device_map)
-    _one(lm, fact, settings, bound, out, json)
+    else:
+        fact = fact_from(options.prompt, options.subject, options.occurrence, options.target)
+        check_suffix(options.out, "out", ".png", ".svg", ".pdf", ".html")
+        _trace_prompt(options, fact)
+
+
+TRACE = Command(run=trace, base=_base, chosen_by=("preset",))
 
 
 def fact_from(prompt: str, subject: str, occurrence: int | None, target: str | None) -> "Fact":
-    """The fact of a prompt; where its subject occurs twice, a note says which is taken."""
+    """The fact of a prompt; a note if the subject occurs twice."""
     from factscope.facts import Fact, occurrences
 
     fact = Fact.from_text(prompt, subject, occurrence, target=target)
     places = len(occurrences(prompt, subject))
     if places > 1 and occurrence is None:
-        notes.print(
-            f"The subject occurs {places} times in the prompt; the last is taken. "
-            "Choose with --occurrence."
-        )
+        note(f"The subject occurs {places} times; the last is used. Choose with --occurrence.")
     return fact
 
 
-def _one(
-    lm: "LM", fact: "Fact", settings: "Tracing", memory: int | None, out: Path | None, json: bool
-) -> None:
+def _trace_prompt(options: TraceOptions, fact: "Fact") -> None:
     from factscope.tracing.trace import trace as trace_one
 
+    memory, lm = options.max_bytes, options.model.load()
     with working(f"tracing {fact.text!r}") as done:
-        record = trace_one(lm, fact, settings, memory=memory, progress=done)
-    if out is None and not json:
-        out = Path("traces") / f"{_slug(fact.text)}.png"
-    drawn = [] if out is None else draw(record, out)
-    if json:
+        record = trace_one(lm, fact, options.tracing, memory=memory, progress=done)
+    out = options.out
+    if out is None and not options.json:
+        name = re.sub(r"\W+", "-", fact.text.casefold()).strip("-")[:60]
+        out = Path("traces") / f"{name or 'trace'}.png"
+    drawn = [] if out is None else draw_trace(record, out)
+    if options.json:
         print_json(record.to_json())
         return
     print_trace(record)
-    results.print(f"Figure: {', '.join(map(str, drawn))}", soft_wrap=True)
+    say(f"Figure: {', '.join(map(str, drawn))}")
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"\W+", "-", text.casefold()).strip("-")[:60] or "trace"
+def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
+    from factscope.data.registry import find_data
+    from factscope.runs.trace import TraceRun
 
-
-def _many(
-    run: "TraceRun",
-    device: str,
-    device_map: str | None,
-    out: Path,
-    memory: int | None,
-    json: bool,
-) -> None:
-    from factscope.lm.load import load
-
-    file = run.read()
-    with doing(f"loading {run.model}"):
-        lm = load(run.model, device=device, dtype=run.dtype, device_map=device_map)
-    readable = run.fitting(lm, file.facts)
+    memory, model = options.max_bytes, options.model
+    run = TraceRun(
+        model=model.model, dtype=model.dtype, facts=find_data(facts), limit=options.limit,
+        settings=options.tracing,
+    )  # fmt: skip
+    file, lm = run.read(), model.load()
+    readable = run.readable_facts(lm, file.facts)
     problems = [*file.problems, *readable.problems]
-    for problem in problems:
-        notes.print(f"left out: {problem}", soft_wrap=True)
-    folder = run.begin(lm, out)
-    with progress("tracing", len(readable.facts)) as done:
-        run.go_on(lm, folder, readable.facts, memory=memory, progress=done)
-    records = folder.records()
+    skipped(problems)
+    folder = run.create_or_open(lm, out)
+    with working("tracing", len(readable.facts)) as done:
+        run.run(lm, folder, readable.facts, memory=memory, progress=done)
+    records = folder.trace_records()
     known = sum(record.known for record in records)
-    if json:
+    if options.json:
         summary = {"run": str(out), "facts": len(records), "known": known, "left_out": problems}
         print_json(summary)
         return
-    said = f"{len(records)} facts, {known} known to {run.model}: {folder.records_path}"
-    results.print(f"{said}\nNext: factscope report {out}", soft_wrap=True)
+    say(f"{len(records)} facts, {known} known to {model.model}: {folder.records_path}")
+    say(f"Next: factscope report {out}")
+
+
+def print_trace(record: "TraceRecord") -> None:
+    """The answer, the probabilities, a small heat map and the strongest cells."""
+    from factscope.report.terminal import strongest_cells, trace_heatmap
+
+    say(f"{record.fact.text} →{record.answer}", style="bold")
+    if not record.known:
+        expected = f"Not known: {record.fact.target!r} was expected"
+        say(f"{expected}; averages leave such a fact out.", style="yellow")
+    cells = [x for table in record.restored.values() for row in table for x in row if x is not None]
+    best = max(cells, default=record.corrupted)
+    say(f"P clean {record.clean:.3f}   corrupted {record.corrupted:.3f}   best restored {best:.3f}")
+    for kind in record.restored:
+        results.print(trace_heatmap(record, kind))
+    for kind in record.restored:
+        results.print(strongest_cells(record, kind, count=3))
+
+
+def draw_trace(record: "TraceRecord", out: Path) -> list[Path]:
+    """Write the figure, and a second one for severed modules; or the page."""
+    from factscope.io import write_atomic
+    from factscope.report.figures import (
+        gradients_figure,
+        save_figure,
+        severed_detail,
+        traces_figure,
+    )
+    from factscope.report.traces import trace_page
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".html":
+        write_atomic(out, trace_page(record))
+        return [out]
+    save_figure(gradients_figure(record) if record.gradients else traces_figure(record), out)
+    if not (record.severed and "states" in record.restored):
+        return [out]
+    severed = out.with_stem(f"{out.stem}-severed")
+    save_figure(severed_detail(record), severed)
+    return [out, severed]

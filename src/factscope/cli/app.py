@@ -1,0 +1,137 @@
+"""factscope on the command line: words to a command, errors to one line and an exit code."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+from cyclopts import App, CycloptsError
+from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
+
+from factscope.cli import data, edit, evaluate, recipe, report, serve, stats, study, trace, train
+from factscope.cli.flags import Command
+from factscope.errors import BadInput, FactscopeError, OutOfMemory
+
+__all__ = ["COMMANDS", "Group", "main"]
+
+
+class Group(dict[str, Command]):
+    """Commands with a common first word; without a second one the default is meant."""
+
+    def __init__(self, help: str, commands: Mapping[str, Command], default: str = "") -> None:
+        super().__init__(commands)
+        self.help = help
+        self.default = default
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "demo": serve.DEMO,
+    "trace": trace.TRACE,
+    "edit": Group("Write facts into a model.", edit.COMMANDS, default="write"),
+    "generate": edit.GENERATE,
+    "evaluate": evaluate.EVALUATE,
+    "sweep": evaluate.SWEEP,
+    "train": train.TRAIN,
+    "stats": Group("Second moments of the keys of a layer.", stats.COMMANDS, default="collect"),
+    "report": report.REPORT,
+    "recipe": recipe.RECIPE,
+    "serve": serve.SERVE,
+    "models": data.MODELS,
+    "data": Group("Data sets and files of facts.", data.COMMANDS),
+    "study": Group("Human evaluation: a blind form, and its results.", study.COMMANDS),
+}
+HELP = "Find where a language model stores a fact, edit it, and measure what changed."
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells expect it."""
+
+
+def app_for(words: Sequence[str]) -> App:
+    """The app; only the command that the words name has its flags, which takes time to build."""
+    app = App(
+        name="factscope", help=HELP, version=version("factscope"), help_format="plaintext",
+        suppress_keyboard_interrupt=False,  # `run` says how to resume
+    )  # fmt: skip
+    for i, (name, entry) in enumerate(COMMANDS.items()):
+        named = words[:1] == [name]
+        if isinstance(entry, Command):
+            app.command(_function(entry, words[1:], named), name=name, sort_key=i)
+            continue
+        group = App(name=name, help=entry.help, sort_key=i)
+        second = next(iter(words[1:]), None)
+        for j, (word, command) in enumerate(entry.items()):
+            chosen = named and (second == word or (second not in entry and word == entry.default))
+            function = _function(command, words[1:], chosen)
+            group.command(function, name=word, sort_key=j)
+            if word == entry.default:
+                group.default(function)
+        app.command(group)
+    return app
+
+
+def _function(command: Command, words: Sequence[str], chosen: bool):
+    if chosen:
+        return command.function(words)
+
+    def stub() -> None:
+        raise AssertionError
+
+    stub.__doc__ = command.help
+    return stub
+
+
+def main() -> None:
+    """Run the command of `sys.argv`, and exit."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    words = sys.argv[1:]
+    if len(words) == 1 and isinstance(COMMANDS.get(words[0]), Group):
+        words.append("--help")
+    sys.exit(run(words))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command; an error is one message on standard error. Returns the exit code."""
+    try:
+        app = app_for(words)
+        app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        return 0
+    except FactscopeError as error:
+        return _failed(str(error), error.exit_code)
+    except CycloptsError as error:
+        return _failed(_message(error, words), BadInput.exit_code)
+    except KeyboardInterrupt:
+        return _failed("interrupted; the same command resumes", INTERRUPTED)
+    except BrokenPipeError:  # as in `factscope … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FactscopeError.exit_code
+    except RuntimeError as error:
+        from factscope.lm.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        advice = "try --dtype bfloat16, --device cpu, or fewer facts, prompts or tokens at once"
+        return _failed(f"out of memory; {advice}", OutOfMemory.exit_code)
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"factscope: {message}", file=sys.stderr)
+    return code
+
+
+def _message(error: CycloptsError, words: Sequence[str]) -> str:
+    """What is wrong with the words."""
+    match error:
+        case UnknownOptionError() if hasattr(error.target, "unknown"):
+            flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+            unknown = [flag for flag in flags if flag not in getattr(error.target, "flags", ())]
+            if unknown:
+                return getattr(error.target, "unknown")(unknown)  # noqa: B009
+        case MissingArgumentError(argument=argument) if argument is not None:
+            name = error.keyword or argument.name
+            if error.keyword:
+                return f"{name} needs a value: {argument.parameter.help}"
+            return f"{name} is required: {argument.parameter.help}"
+        case UnusedCliTokensError(unused_tokens=[first, *_]):
+            return f"unexpected argument {first!r}; put a text with spaces into quotes"
+    text = str(error).strip()
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,200 @@
+"""Commands whose flags are the fields of a dataclass, and the flags that many commands share.
+
+A command is a function of one value, its options. cyclopts splits the words and renders the help;
+`factscope.settings` parses the values, so that flags and recipes have the same names and messages.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from factscope.cli.output import doing
+from factscope.errors import BadSetting
+from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+__all__ = ["Command", "ModelOptions", "Options", "metavar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options."""
+
+    json: bool = False
+    """Print the result as JSON on stdout, and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model."""
+
+    model: Annotated[str, Flag(short="m")] = "smollm2-135m"
+    """Short name, hub id, folder or GGUF file."""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto for the best available."""
+    device_map: str | None = None
+    """auto spreads the model over several GPUs, as accelerate does."""
+    dtype: str = "float32"
+    """float32, tf32, bfloat16, float16 or auto."""
+
+    def load(self, device: str | None = None) -> "LM":
+        """The model, with a spinner while it loads."""
+        from factscope.lm.load import load
+
+        with doing(f"loading {self.model}"):
+            return load(
+                self.model, device=device or self.device, dtype=self.dtype,
+                device_map=self.device_map,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A function of one value, whose fields are the flags."""
+
+    run: Callable[[Any], None]
+    """Its docstring is the help text."""
+    base: Callable[[Mapping[str, Any]], Any]
+    """The options that the given flags override: it may depend on some, such as the preset."""
+    chosen_by: tuple[str, ...] = ()
+    """The flags that `base` depends on."""
+    chosen_first: bool = False
+    """Whether the only one of them is the first word of the command instead of a flag."""
+    explain: Callable[[Sequence[str], Any], str | None] = field(default=lambda flags, base: None)
+    """A message about unknown flags, where there is more to say than usual."""
+
+    @property
+    def help(self) -> str:
+        """What the command does."""
+        return inspect.getdoc(self.run) or ""
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
+        """The flags of the command; they may depend on some of those given, such as the method."""
+        return settings_of(self.base(given))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        """The options that flags or the keys of a recipe describe, checked."""
+        with self.naming_flags(given):
+            base = self.base(given)
+            unknown = [name for name in given if name not in settings_of(base)]
+            if unknown:
+                raise BadSetting(self.unknown(unknown, base))
+            return build(base, given)
+
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        """Run the command."""
+        options = self.options(given)
+        with self.naming_flags(given):
+            self.run(options)
+
+    @contextmanager
+    def naming_flags(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, a message about a field, such as "window is 0; …", names its flag instead."""
+        try:
+            yield
+        except BadSetting as error:
+            said = re.match(r"(\w+) is ", str(error))
+            if said is None:
+                raise
+            chosen = {name: x for name, x in given.items() if name != said[1].replace("_", "-")}
+            flags = {s.path[-1]: s.shown for s in self.settings(chosen).values()}
+            if said[1] not in flags:
+                raise
+            raise BadSetting(f"{flags[said[1]]}{str(error)[len(said[1]) :]}") from error
+
+    def unknown(self, names: Sequence[str], base: Any) -> str:
+        """The message for flags that the command does not have."""
+        return self.explain(names, base) or unknown_flag(names[0], settings_of(base))
+
+    def function(self, words: Sequence[str]) -> Callable[..., None]:
+        """What cyclopts calls: a function with a parameter for each flag."""
+        chosen = _ahead(words, self.chosen_by)
+        if self.chosen_first and words and not words[0].startswith("-"):
+            chosen = {self.chosen_by[0]: words[0]}
+        with self.naming_flags(chosen):
+            base = self.base(chosen)
+        known = {s.name.replace("-", "_"): s for s in settings_of(base).values()}
+        order = sorted(known, key=lambda name: not known[name].flag.positional)
+        panels = dict.fromkeys(s.group for s in known.values())
+        groups = {panel: Group(panel, sort_key=i) for i, panel in enumerate(panels)}
+        parameters = [_parameter(name, known[name], groups) for name in order]
+        signature = inspect.Signature(parameters)
+
+        def command(*values: Any, **given: Any) -> None:
+            bound = signature.bind(*values, **given).arguments
+            self({known[name].name: x for name, x in bound.items() if x is not None})
+
+        setattr(command, "__signature__", signature)  # noqa: B010 - pyright knows no such attribute
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__doc__ = self.help
+        setattr(command, "unknown", lambda names: self.unknown(names, base))  # noqa: B010
+        setattr(command, "flags", frozenset(s.name for s in known.values()))  # noqa: B010
+        return command
+
+
+def _ahead(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """The values of some flags, read before the others are known."""
+    found = {}
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:] in names:
+            found[flag[2:]] = value if equals else after
+    return found
+
+
+def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Parameter:
+    """A flag as cyclopts takes it."""
+    # Once pydantic is imported, cyclopts validates converted values against the annotation with
+    # it: so the converter returns exactly what is annotated, words except for choices.
+    kind: Any = s.type if s.switch or s.choices else list[str] if s.repeated else str
+    default = s.text(s.default)
+    shown = not (s.switch or s.required or default == "none")
+    details: dict[str, Any] = {
+        "help": re.sub(r"\bNone\b", "none", s.help),
+        "negative": [f"--no-{s.name}"] if s.switch and s.default else [],
+        "negative_iterable": [],
+        "consume_multiple": False,
+        "allow_repeating": True,  # the last one counts, so that a script can append an override
+        "allow_leading_hyphen": not s.flag.positional and not s.switch,
+        "converter": None if s.switch else _converter(s),
+        "show_default": (lambda _: default) if shown else False,
+    }
+    if not s.flag.positional:
+        details["group"] = groups[s.group]
+        details["metavar"] = None if s.switch else metavar(s)
+        details["name"] = [f"--{s.name}", *([f"-{s.flag.short}"] if s.flag.short else [])]
+    annotation = kind if s.required else kind | None
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.POSITIONAL_ONLY if s.flag.positional else inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[annotation, Parameter(**details)],
+        default=inspect.Parameter.empty if s.required else None,
+    )
+
+
+def metavar(s: Setting) -> str:
+    """What stands for the value of a flag in help texts."""
+    kinds = [t for t in s.types if t is not NoneType]
+    names = {int: "N", float: "X", Path: "PATH", tuple[int, int]: "NxM"}
+    name = names.get(kinds[0], "TEXT") if len(kinds) == 1 and s.flag.parse is None else "TEXT"
+    return ("CHOICE" if s.choices else name) + ("…" if s.repeated else "")
+
+
+def _converter(s: Setting) -> Callable[[Any, Sequence[Any]], Any]:
+    """The words as they are, which `build` parses; choices at once."""
+
+    def convert(kind: Any, tokens: Sequence[Any]) -> Any:
+        words = [token.value for token in tokens]
+        given = words if s.repeated else words[-1]
+        return s.parse(given) if s.choices else given
+
+    return convert

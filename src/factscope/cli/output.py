@@ -1,0 +1,128 @@
+"""Output of commands: results to stdout; notes and progress bars to stderr."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from factscope.errors import BadSetting
+
+__all__ = [
+    "check_suffix",
+    "counting",
+    "doing",
+    "note",
+    "print_json",
+    "print_table",
+    "results",
+    "say",
+    "skipped",
+    "working",
+]
+
+# Without markup: prompts, paths and tokens may contain square brackets.
+results = Console(highlight=False, markup=False)
+notes = Console(stderr=True, highlight=False, markup=False)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """A line of the result."""
+    results.print(text, style=style, soft_wrap=True)
+
+
+def note(text: str, style: str | None = None) -> None:
+    """A remark beside the result."""
+    notes.print(text, style=style, soft_wrap=True)
+
+
+def skipped(problems: Iterable[str]) -> None:
+    """Say which lines of a file were not used, and why."""
+    for problem in problems:
+        note(f"skipped: {problem}")
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on standard output."""
+    print(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **how: Any) -> None:
+    """A table with one line for each row."""
+    table = Table(*columns, box=box.SIMPLE, **how)
+    for row in rows:
+        table.add_row(*row)
+    results.print(table)
+
+
+def check_suffix(path: Path | None, flag: str, *suffixes: str) -> None:
+    """Refuse a file that could not be written, before the work and not after it."""
+    if path is not None and path.suffix.lower() not in suffixes:
+        raise BadSetting(f"--{flag} is {str(path)!r}; it must end in {' or '.join(suffixes)}")
+
+
+class Rate(ProgressColumn):
+    """Items per second, or seconds per item."""
+
+    def render(self, task: Task) -> Text:
+        """The rate in whichever unit is above one."""
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text("")
+        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+
+
+@contextmanager
+def _bar(what: str, total: int | float | None, *columns: Any, **how: Any) -> Iterator[Callable]:
+    columns = (TextColumn("{task.description}", markup=False), *columns)
+    with Progress(*columns, console=notes, **how) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[float], None]]:
+    """A bar with rate and ETA; call it with the number of items done."""
+    columns = (BarColumn(), MofNCompleteColumn(), Rate(), *_times())
+    with _bar(what, total, *columns, speed_estimate_period=300) as advance:
+        yield advance
+
+
+@contextmanager
+def working(what: str, total: int | None = None) -> Iterator[Callable[[float], None]]:
+    """A bar with ETA; call it with the fraction done. With a total it counts items, with rate."""
+    if total is not None:
+        with counting(what, total) as advance:
+            yield lambda fraction: advance(fraction * total)
+        return
+    columns = (BarColumn(), TaskProgressColumn(), *_times())
+    with _bar(what, 1.0, *columns, transient=True) as advance:
+        yield advance
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """A spinner with the elapsed time, for work of unknown length."""
+    with _bar(what, None, SpinnerColumn(), TimeElapsedColumn(), transient=True):
+        yield
+
+
+def _times() -> tuple[ProgressColumn, ...]:
+    return TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
