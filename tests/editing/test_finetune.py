@@ -196,7 +196,7 @@ def test_batches_are_halved_when_memory_runs_out(
     assert settings(llama, FACTS).facts == tuple(FACTS)
     assert sizes == [3, 1]
     limit = 0
-    with pytest.raises(OutOfMemory, match=r"one fact at a time.*no more.*bfloat16"):
+    with pytest.raises(OutOfMemory, match=r"one item at a time.*no more.*bfloat16"):
         settings(llama, FACTS)
 
 

@@ -1,22 +1,18 @@
-"""Process many facts in batches: as many at once as fit into memory, fewer when memory runs out."""
+"""Batches of the value search: facts of similar length, as many at once as fit into memory."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from factscope.editing.contexts import EditRequest
-from factscope.errors import OutOfMemory
-from factscope.lm.memory import Budget, is_out_of_memory
-from factscope.progress import NestedProgress, Progress
+from factscope.lm.memory import Budget, run_in_batches
+from factscope.progress import Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["retry_smaller", "run_in_batches", "solve_in_batches"]
+__all__ = ["solve_in_batches"]
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_FACTS = 64
@@ -41,46 +37,6 @@ def solve_in_batches(
     results = run_in_batches([requests[i] for i in order], size, solve, progress)
     by_index = dict(zip(order, results, strict=True))
     return [by_index[i] for i in range(len(requests))]
-
-
-def run_in_batches(
-    items: Sequence[S],
-    size: int,
-    solve: Callable[[Sequence[S], Progress], Sequence[T]],
-    progress: Progress,
-) -> list[T]:
-    """Solve items in batches of a size that is halved whenever memory runs out."""
-    results: list[T] = []
-    nested = NestedProgress(progress)
-
-    def solve_next(size: int) -> Sequence[T]:
-        begin = len(results)
-        batch = items[begin : begin + size]
-        return solve(batch, nested.within(begin / len(items), len(batch) / len(items)))
-
-    while len(results) < len(items):
-        solved, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
-        results += solved
-    return results
-
-
-def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
-    """Call `solve` with a size that is halved until memory suffices; also returns that size."""
-    while True:
-        try:
-            return solve(size), size
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if size == 1:
-                reason = str(error).partition("\n")[0]
-                raise OutOfMemory(
-                    f"not even one fact at a time fits into memory ({reason}); use fewer or "
-                    "shorter texts, a higher layer, dtype bfloat16 or a larger device"
-                ) from error
-        # Only after the except block is the memory of the failed attempt free.
-        torch.cuda.empty_cache()
-        size //= 2
 
 
 def _suffix_length(request: EditRequest) -> int:

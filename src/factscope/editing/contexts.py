@@ -9,7 +9,6 @@ and value of a fact do not depend on one context.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from factscope.editing.settings import EditToken, PrefixLengths, PrefixSettings
-from factscope.errors import BadFact, BadSetting, FactscopeError
+from factscope.editing.settings import JOIN, EditToken, PrefixLengths, PrefixSettings
+from factscope.errors import BadFact, FactscopeError
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
 from factscope.lm.tokens import continuation_ids, encode_fact
@@ -39,8 +38,6 @@ __all__ = [
     "generate_prefixes",
     "kl_row",
     "pad_rows",
-    "parse_lengths",
-    "read_prefixes",
     "resolve_prefixes",
     "target_ids",
     "with_prefixes",
@@ -249,14 +246,12 @@ class TokenBatch:
 
 TOP_K = 5
 """Prefixes are sampled from the five most likely tokens at each step."""
-JOIN = ". "
-"""Separates a prefix from the prompt."""
 
 
 def generate_prefixes(
     lm: "LM", lengths: PrefixLengths, seed: int, *, bos_counts: bool = False
 ) -> tuple[str, ...]:
-    """Texts that the model generates from an empty context, each ready to precede a prompt."""
+    """Texts that the model generates from an empty context, each ending in a separator."""
     choose = top_k_choice(TOP_K, seed)
     special = (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id)
     start = next((token for token in special if token is not None), 0)
@@ -277,34 +272,3 @@ def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:
     return generate_prefixes(
         lm, settings.prefix_lengths, settings.seed, bos_counts=settings.prefix_bos_counts
     )
-
-
-def read_prefixes(path: Path) -> tuple[str, ...]:
-    """Prefixes from a file, one per line: a text, or a template with {} where the prompt goes."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting(f"cannot read the prefixes in {path}: {error}") from error
-    prefixes = [
-        line.split(SUBJECT_SLOT)[0] if SUBJECT_SLOT in line else line + JOIN
-        for line in lines
-        if line
-    ]
-    # "{}" alone is the bare prompt, which is always among the contexts.
-    return tuple(prefix for prefix in prefixes if prefix.strip())
-
-
-def parse_lengths(text: str) -> PrefixLengths:
-    """Prefix lengths from text: "5x10,10x10" is ten of 5 tokens and ten of 10; or "none"."""
-    if text.strip() in ("", "none"):
-        return ()
-    groups = [part.strip().partition("x") for part in text.split(",")]
-    try:
-        lengths = tuple((int(tokens), int(count)) for tokens, _, count in groups)
-    except ValueError:
-        lengths = ((0, 0),)
-    if min(min(group) for group in lengths) < 1:
-        raise BadSetting(
-            f"prefix lengths are {text!r}; give TOKENSxCOUNT, such as 5x10,10x10, or none"
-        )
-    return lengths

@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from factscope.editing.batches import retry_smaller, run_in_batches
 from factscope.editing.checks import with_checks
 from factscope.editing.contexts import EditRequest, TokenBatch, TokenRow, edit_requests
 from factscope.editing.defaults import check_layer, finetune_layer, finetune_max_change
@@ -37,7 +36,7 @@ from factscope.facts import Fact
 from factscope.lm.accel import fast_blocks
 from factscope.lm.forward import forward
 from factscope.lm.hooks import hook_io
-from factscope.lm.memory import Budget
+from factscope.lm.memory import Budget, retry_smaller, run_in_batches
 from factscope.lm.replay import Replay
 from factscope.progress import NestedProgress, Progress
 

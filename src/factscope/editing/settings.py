@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Lt
 
 from factscope.editing.editor import Editor
 from factscope.errors import BadSetting, FactscopeError
-from factscope.facts import Fact
+from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.progress import Progress, no_progress
 from factscope.settings import INTERNAL, Flag, check
 
@@ -39,6 +39,7 @@ __all__ = [
     "EDITORS",
     "FT",
     "FT_L",
+    "JOIN",
     "KN",
     "PAPER_KN",
     "PAPER_MEMIT",
@@ -62,6 +63,7 @@ __all__ = [
     "ValueSearch",
     "describe_second_moment",
     "editor",
+    "read_prefixes",
 ]
 
 EditToken = Literal["subject-last", "subject-first", "after-subject", "last"]
@@ -92,10 +94,23 @@ PathRule = Literal["radau", "ends"]
 FineTuneMethod = Literal["ft", "ft-l", "attn"]
 
 
-def _parse_prefixes(file: Any) -> tuple[str, ...]:
-    from factscope.editing.contexts import read_prefixes
+JOIN = ". "
+"""Separates a prefix from the prompt."""
 
-    return read_prefixes(Path(file))
+
+def read_prefixes(file: str | Path) -> tuple[str, ...]:
+    """Prefixes from a file, one per line: a text, or a template with {} where the prompt goes."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting(f"cannot read the prefixes in {file}: {error}") from error
+    prefixes = [
+        line.split(SUBJECT_SLOT)[0] if SUBJECT_SLOT in line else line + JOIN
+        for line in lines
+        if line
+    ]
+    # "{}" alone is the bare prompt, which is always among the contexts.
+    return tuple(prefix for prefix in prefixes if prefix.strip())
 
 
 def _parse_stats(given: Any) -> Any:
@@ -118,7 +133,7 @@ STATS = Flag(name="stats", parse=_parse_stats, repeated=True)
 class PrefixSettings:
     """Context prefixes: short texts before the prompt, so that an edit holds in any context."""
 
-    prefixes: Annotated[tuple[str, ...] | None, Flag(parse=_parse_prefixes)] = None
+    prefixes: Annotated[tuple[str, ...] | None, Flag(parse=read_prefixes)] = None
     """Texts to put before the prompt (as a flag, a file with one per line); None lets the model
     generate them."""
     prefix_lengths: PrefixLengths = ((10, 5),)

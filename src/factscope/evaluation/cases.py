@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from factscope.analysis.metrics import fit_idf, idf_by_term, reference_similarity
 from factscope.data.references import References, read_idf, read_references
-from factscope.editing.batches import run_in_batches
 from factscope.editing.edit import Edit
 from factscope.evaluation.score import Query, edits_by_row, score_queries
 from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
 from factscope.lm.accel import on_gpu
 from factscope.lm.generate import sample_texts, uniform_draws
-from factscope.lm.memory import Budget
+from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.tokens import decode_continuation, encode
 from factscope.progress import Progress, no_progress
 from factscope.records import CaseScores, PromptScore
