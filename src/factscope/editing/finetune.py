@@ -16,7 +16,6 @@ error: Adam's first step depends on the sign of the gradient only.)
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -171,10 +170,9 @@ def minimise(
     results = [FineTuneResult([], []) for _ in range(groups)]
     active = torch.arange(groups)
     fraction = 1 / (settings.steps + 1)
-    with ExitStack() as stack:
-        lm = objectives[0].lm
-        # The model's own precision: Adam divides by the gradient, so its rounding errors show.
-        stack.enter_context(fast_blocks(lm.blocks[objectives[0].layer :], split=False))
+    blocks = objectives[0].lm.blocks[objectives[0].layer :]
+    # No split products: Adam divides by the gradient, so their rounding errors would show.
+    with fast_blocks(blocks, split=False):
         for step in range(settings.steps + 1):
             last = step == settings.steps
             losses, gradients = _loss_and_gradients(objectives, weights, deltas, backward=not last)
