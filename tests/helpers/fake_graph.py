@@ -17,6 +17,7 @@ class FakeGraph(CudaGraph):
     """The first call captures: it copies the inputs and runs the function on the copies. Later
     calls overwrite the copies and, like a replay, the results."""
 
+    captures = 0
     replays = 0
 
     def __init__(self, function: Callable[..., Any], **_: Any) -> None:
@@ -28,6 +29,7 @@ class FakeGraph(CudaGraph):
         if not self.inputs:
             self.inputs = [x.clone() for x in inputs]
             self.results = self.function(*self.inputs)
+            type(self).captures += 1
             return self.results
         type(self).replays += 1
         for static, x in zip(self.inputs, inputs, strict=True):
@@ -48,5 +50,5 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(
         LengthBuckets, "of", lambda lm, facts: padded if facts == 1 else LengthBuckets()
     )
-    FakeGraph.replays = 0
+    FakeGraph.captures = FakeGraph.replays = 0
     return FakeGraph

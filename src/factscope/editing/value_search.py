@@ -379,7 +379,7 @@ class ValueObjective:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads and that differs between facts."""
-        _ = self._at_edit_slot
+        _ = self._at_edit_slot, self.bias_corrections  # cached on first use: make them now
         self.replay.prepare(range(self.layer, self.lm.n_layers), self.hidden)
         own = [x for x in vars(self).values() if isinstance(x, Tensor)]
         above, past = slice(self.layer, None), self.view.past

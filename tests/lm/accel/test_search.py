@@ -15,6 +15,7 @@ from factscope.editing.value_search import ValueObjective, prepare_search
 from factscope.facts import Fact
 from factscope.lm.accel import linear, model_cache, run, search
 from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.accel.graphs import CACHE
 from factscope.lm.accel.model_cache import ModelCache
 from factscope.lm.accel.search import _key, _Steps
 from factscope.lm.hooks import hook_outputs
@@ -173,6 +174,8 @@ def test_edits_in_sequence_equal_plain_ones(family: str, monkeypatch: pytest.Mon
     assert sorted(cache.forwards) == list(range(lm.n_layers + 1))
     assert len(cache.graphs) < len(facts)
     assert fake.replays > len(facts) * FEW.max_steps // 2
+    passes = sum(known.graph is not None for known in lm.cache[CACHE].values())
+    assert fake.captures == len(cache.graphs) + passes  # each shape is captured once
     for edit, right in zip(edits, expected, strict=True):
         change, plain = (next(iter(x.changes.values())).matrix() for x in (edit, right))
         assert 0 < (change - plain).norm() < 1e-3 * plain.norm()
