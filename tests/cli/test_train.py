@@ -38,64 +38,64 @@ QUICK = ("--steps", 6, "--eval-every", 3, "--batch-size", 4)
 @pytest.mark.parametrize("method", EDITORS)
 def test_train_edit_and_evaluate(run: Run, model: Path, data: Path, method: str) -> None:
     own = ("--rank", 4) if method == "mend" else ()
-    words = ("train", method, "--model", model, "--data", data, *QUICK, *own, "--out", "trained")
-    done = run(*words)
+    command = ("train", method, "--model", model, "--data", data, *QUICK, *own, "--out", "trained")
+    done = run(*command)
     assert done.code == 0, done.err
     assert "step      6" in done.err
     assert f"factscope evaluate --method {method} --weights trained/weights" in done.out
     assert Path("trained/training.png").stat().st_size > 1000
-    said = json.loads(run(*words, "--json").out)
-    assert said["last"]["step"] == 6
-    file = ("--method", method, "--weights", said["weights"])
+    result = json.loads(run(*command, "--json").out)
+    assert result["last"]["step"] == 6
+    file = ("--method", method, "--weights", result["weights"])
     edited = run(
         "edit", "Tower 3 is in", "--subject", "Tower 3", "--to", "Oslo", "--model", model, *file,
         "--force", "--max-new-tokens", 0, "--out", "one.edit",
     )  # fmt: skip
     assert edited.code == 0, edited.err
-    ask = ("evaluate", "--model", model, "--data", data, "--limit", 4, "--text-length", 0)
-    evaluated = run(*ask, *file, "--out", "scores", "--json")
+    evaluate = ("evaluate", "--model", model, "--data", data, "--limit", 4, "--text-length", 0)
+    evaluated = run(*evaluate, *file, "--out", "scores", "--json")
     assert evaluated.code == 0, evaluated.err
     rows = json.loads(evaluated.out)["summaries"]
     assert [row["method"] for row in rows] == ["none", f"{method}-towers"]
-    more = run(*words[:-1], "other", "--seed", 1)
+    more = run(*command[:-1], "other", "--seed", 1)
     assert more.code == 0, more.err
     other = ("--method", method, "--weights", "other/weights.safetensors")
-    refused = run(*ask, *other, "--out", "scores")
+    refused = run(*evaluate, *other, "--out", "scores")
     assert refused.code == 2
     assert "weights_sha256" in refused.err
 
 
 def test_report_of_a_training_run(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
-    words = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "t")
-    assert run(*words).code == 0
-    told = run("report", "t")
-    assert told.code == 0, told.err
-    assert "MEND trained on towers" in told.out
-    assert "6 files; open t/report/index.html" in told.out
+    command = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "t")
+    assert run(*command).code == 0
+    reported = run("report", "t")
+    assert reported.code == 0, reported.err
+    assert "MEND trained on towers" in reported.out
+    assert "6 files; open t/report/index.html" in reported.out
     names = ("index.html", "table.md", "table.tex", "table.csv", "training.png", "training.pdf")
     assert {path.name for path in Path("t/report").iterdir()} == set(names)
-    assert told.out.startswith(Path("t/report/table.md").read_text())
+    assert reported.out.startswith(Path("t/report/table.md").read_text())
     assert Path("t/report/training.png").read_bytes() == Path("t/training.png").read_bytes()
-    said = json.loads(run("report", "t", "--out", "r", "--json").out)
-    assert said["files"] == [f"r/{name}" for name in names]
-    assert (said["training"], said["method"], said["data"], said["steps"]) == (
+    result = json.loads(run("report", "t", "--out", "r", "--json").out)
+    assert result["files"] == [f"r/{name}" for name in names]
+    assert (result["training"], result["method"], result["data"], result["steps"]) == (
         "t", "mend", "towers", 6,
     )  # fmt: skip
     records = [asdict(record) for record in read_training_records(Path("t/records.jsonl"))]
-    assert said["evaluations"] == records
-    assert said["best"] == min(records, key=lambda record: record["loss"])
-    assert said["best"]["step"] == load_weights(Path("t") / WEIGHTS).training["step"]
+    assert result["evaluations"] == records
+    assert result["best"] == min(records, key=lambda record: record["loss"])
+    assert result["best"]["step"] == load_weights(Path("t") / WEIGHTS).training["step"]
     with Path("r/table.csv").open() as file:
         losses = [float(row["edit_loss"]) for row in csv.DictReader(file)]
     assert losses == [record["edit_loss"] for record in records]
     shutil.copytree("t", "u")
-    for asked, why in (
+    for args, message in (
         (("t", "--cases", "1"), "do not apply to a training"),
         (("t", "--preset", "paper"), "do not apply to a training"),
         (("t", "u"), "one training, or evaluations only; these are t (train), u (train)"),
     ):
-        refused = run("report", *asked)
-        assert (refused.code, why in refused.err) == (2, True), refused.err
+        refused = run("report", *args)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
     reported_without_torch(tmp_path, "t")
     Path("u/records.jsonl").unlink()
     refused = run("report", "u", "--out", "none")
@@ -106,14 +106,14 @@ def test_report_of_a_training_run(run: Run, model: Path, data: Path, tmp_path: P
 
 def test_ray_gives_the_same_records(run: Run, model: Path, data: Path) -> None:
     pytest.importorskip("ray")
-    words = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "w")
-    assert run(*words).code == 0
-    ask = (
+    command = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "w")
+    assert run(*command).code == 0
+    evaluate = (
         "evaluate", "--model", model, "--data", data, "--limit", 4, "--text-length", 0, "--method",
         "mend", "--weights", "w/weights.safetensors",
     )  # fmt: skip
-    assert run(*ask, "--out", "here").code == 0
-    spread = run(*ask, "--engine", "ray", "--ray-workers", 1, "--out", "spread")
+    assert run(*evaluate, "--out", "here").code == 0
+    spread = run(*evaluate, "--engine", "ray", "--ray-workers", 1, "--out", "spread")
     assert spread.code == 0, spread.err
     here, there = (Path(f"{name}/records.jsonl").read_text() for name in ("here", "spread"))
     assert sorted(here.splitlines()) == sorted(there.splitlines())
@@ -122,8 +122,8 @@ def test_ray_gives_the_same_records(run: Run, model: Path, data: Path) -> None:
 def test_mistakes_are_one_message_each(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.json"
     small.write_text(json.dumps([record(i) for i in range(3)]))
-    words = ("train", "mend", "--model", model, "--out", "t")
-    for more, message in (
+    command = ("train", "mend", "--model", model, "--out", "t")
+    for args, message in (
         (("--data", small, *QUICK), "3 examples are too few"),
         (("--data", "nothing", *QUICK), "no data set or file"),
         (("--data", data, "--text", small), "--text goes with --data text"),
@@ -133,17 +133,17 @@ def test_mistakes_are_one_message_each(run: Run, model: Path, data: Path, tmp_pa
         (("--data", data, "--layers", 9, "--out", "u", *QUICK), "layer is 9"),
         (("--data", data, "--exclude", data, "--out", "v", *QUICK), "not excluded"),
     ):
-        done = run(*words, *more)
+        done = run(*command, *args)
         assert (done.code, "Traceback" in done.err) == (2, False), done.err
         assert message in done.err
         assert not any(Path(name).exists() for name in "tuv")  # a mistake leaves no folder
     done = run("train", "rome", "--model", model, "--out", "t", *QUICK)
     assert (done.code, "only these are trained: mend, ke" in done.err) == (2, True)
     assert run("train", "mend", "--model", model, *QUICK).code == 2
-    ask = ("evaluate", "--model", model, "--data", data, "--out", "e", "--method")
-    done = run(*ask, "mend")
+    evaluate = ("evaluate", "--model", model, "--data", data, "--out", "e", "--method")
+    done = run(*evaluate, "mend")
     assert (done.code, "needs trained weights" in done.err) == (2, True)
-    done = run(*ask, "rome", "--weights", data)
+    done = run(*evaluate, "rome", "--weights", data)
     assert (done.code, "rome has no --weights" in done.err) == (2, True)
-    done = run(*ask, "mend", "--weights", data)
+    done = run(*evaluate, "mend", "--weights", data)
     assert (done.code, "cannot read" in done.err) == (2, True)

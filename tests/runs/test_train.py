@@ -139,7 +139,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     found = run.create_or_open(lm, out).training_records()
     assert [r.step for r in found] == list(range(0, 31, 5))
     for one, other in zip(found, whole.training_records(), strict=True):
-        assert replace(one, seconds=0) == replace(other, seconds=0)
+        assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
 
 
 def test_saving_takes_a_small_fraction_of_the_time(
