@@ -16,8 +16,8 @@ ROOT = Path(next(iter(factscope.__path__)))
 FILES = sorted(ROOT.rglob("*.py"))
 
 LEVELS = (
-    ("errors",),
-    ("facts", "io", "progress", "settings"),
+    ("errors", "progress"),
+    ("facts", "io", "settings"),
     ("records",),
     ("analysis",),
     ("extras.study",),

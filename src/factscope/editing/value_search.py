@@ -281,8 +281,8 @@ class ValueObjective:
         gradient = gradient / LOSS_SCALE
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient**2
-        update = (mean / correction[0]) / ((square / correction[1]).sqrt() + 1e-8)
-        moved = delta.detach() - self.search.lr * update
+        spread = (square / correction[1]).sqrt() + 1e-8
+        moved = delta.detach() - self.search.lr * (mean / correction[0]) / spread
         longest = self.search.max_norm * self.value_norm[:, None]
         norm = moved.norm(dim=-1, keepdim=True)
         moved = torch.where(norm > longest, moved * longest / norm, moved)

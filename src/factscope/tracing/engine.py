@@ -45,7 +45,7 @@ class Restoration:
     """The layers [start, stop) that the cell of each layer restores."""
     sever: str | None = None
     """The module that is frozen at its corrupted outputs, in all layers."""
-    sever_every: bool = False
+    freeze_all: bool = False
     """Whether it is frozen at every token, or only at the restored one."""
 
     def entry(self, layer: int) -> int:
@@ -171,7 +171,7 @@ def _intervened(
     shape = (count, *packed.view.position.shape, -1)
     if restoration.sever is not None:
         module = restoration.sever
-        freeze = _freeze(run.contributions[module][layer], packed, restoration.sever_every)
+        freeze = _freeze(run.contributions[module][layer], packed, restoration.freeze_all)
         hooks.append((lm.contribution(module, layer), lambda out: freeze(out.view(shape))))
     active = [
         i - first

@@ -208,7 +208,7 @@ class TraceBatch:
                 kind="states",
                 windows=single,
                 sever=module,
-                sever_every=settings.freeze_at == "all",
+                freeze_all=settings.freeze_at == "all",
             )
             for module in settings.sever
         }
