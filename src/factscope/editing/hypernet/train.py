@@ -97,17 +97,16 @@ def training_pass(
             unedited = locality.log_probs(lm, last)
         kl = (unedited.exp() * (unedited - edited[1])).sum(-1)
         same = unedited.argmax(-1) == edited[1].argmax(-1)
-        # Without paraphrases the edit row stands for its own rephrasing.
-        rephrase, rephrase_log_probs = (batch.edit, edited[0])
-        if batch.rephrase is not None:
-            rephrase, rephrase_log_probs = batch.rephrase, edited[2]
+        rephrase, rephrased = batch.rephrase, edited[-1]
+        if rephrase is None:  # the edit row takes its place
+            rephrase, rephrased = batch.edit, edited[0]
         return BatchLosses(
             unedited_loss=unedited_loss,
             edit_loss=batch.edit.losses(edited[0]),
-            rephrase_loss=rephrase.losses(rephrase_log_probs),
+            rephrase_loss=rephrase.losses(rephrased),
             locality_loss=locality.row_means(kl),
             edit_accuracy=batch.edit.all_correct(edited[0]).float(),
-            rephrase_accuracy=rephrase.all_correct(rephrase_log_probs).float(),
+            rephrase_accuracy=rephrase.all_correct(rephrased).float(),
             locality_accuracy=locality.row_means(same.float()),
         )
 

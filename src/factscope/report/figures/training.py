@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from factscope.analysis.training import TrainingCurve
 from factscope.errors import BadSetting
 from factscope.report.labels import training_title
-from factscope.report.style import MEDIUM, SMALL, blank_figure, plain
+from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text
 
 __all__ = ["convergence_figure", "training_figure"]
 
@@ -46,7 +46,7 @@ def training_figure(curve: TrainingCurve) -> Figure:
     _plot_fields(right, curve, ACCURACIES)
     right.set_ylabel("validation accuracy", fontsize=MEDIUM)
     right.set_ylim(-0.02, 1.02)
-    fig.suptitle(training_title(curve), fontsize=MEDIUM, **plain())
+    fig.suptitle(training_title(curve), fontsize=MEDIUM, **literal_text())
     return fig
 
 
@@ -93,7 +93,7 @@ def convergence_figure(histories: Mapping[int, History], model: str) -> Figure:
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set_title(f"Convergence of the second moments of {model}", fontsize=MEDIUM, **plain())
+    ax.set_title(f"Convergence of the second moments of {model}", fontsize=MEDIUM, **literal_text())
     ax.set_xlabel("tokens", fontsize=MEDIUM)
     ax.set_ylabel("relative gap between two halves", fontsize=MEDIUM)
     ax.legend(frameon=False, fontsize=SMALL)
