@@ -108,9 +108,9 @@ def test_a_line_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
-    with pytest.raises(BadRecord, match=r"not a case record .*kind is 'edit'"):
+    with pytest.raises(BadRecord, match=r"not a record of kind 'case' .*kind is 'edit'"):
         CaseRecord.from_json(EDIT.to_json())
-    with pytest.raises(BadRecord, match=r"not a trace record .*kind is 'case'"):
+    with pytest.raises(BadRecord, match=r"not a record of kind 'trace' .*kind is 'case'"):
         TraceRecord.from_json(OLD_CASE)
-    with pytest.raises(BadRecord, match=r"not an edit record .*kind is None"):
+    with pytest.raises(BadRecord, match=r"not a record of kind 'edit' .*kind is None"):
         EditRecord.from_json(OLD_TRACE)

@@ -12,10 +12,10 @@ version 1; their old field names are translated when they are read.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
@@ -35,6 +35,7 @@ __all__ = [
     "PromptChange",
     "PromptScore",
     "Protocol",
+    "Record",
     "TraceRecord",
     "TrainingRecord",
     "as_cell_table",
@@ -68,16 +69,71 @@ CellTable = tuple[tuple[float | None, ...], ...]
 """A table token × layer; None where the cell was not measured."""
 
 
+# ---- lines of JSON
+
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A result of a run: one line of JSON."""
+
+    KIND: ClassVar[str]
+    ALLOW_NAN: ClassVar[bool] = False
+
+    def to_json(self) -> str:
+        """The record as one line of JSON."""
+        fields = {"kind": self.KIND, "version": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(fields, ensure_ascii=False, allow_nan=self.ALLOW_NAN)
+
+    @classmethod
+    def from_json(cls: "type[R]", line: str) -> "R":
+        """Parse one line of JSON."""
+        try:
+            fields = json.loads(line)
+            version = fields.pop("version", 1)
+            if version not in range(1, VERSION + 1):
+                raise BadRecord(
+                    f"the record has format version {version!r}; this factscope reads versions 1 "
+                    f"to {VERSION}, so update factscope"
+                )
+            kind = fields.pop("kind", None)
+            # Version 1 did not write the kind of traces and of training records.
+            implied = version == 1 and kind is None and cls.KIND in ("trace", "training")
+            if kind != cls.KIND and not implied:
+                raise ValueError(f"its kind is {kind!r}")
+            fields = _renamed(cls.KIND, fields)
+            if "fact" in fields:
+                fields["fact"] = Fact(**fields["fact"])
+            return cls(**cls._parse(fields))
+        except (ValueError, KeyError, TypeError, AttributeError, BadFact) as error:
+            raise BadRecord(
+                f"not a record of kind {cls.KIND!r} ({error}): {line[:80]!r}"
+            ) from error
+
+    @classmethod
+    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Turn lists and objects of JSON into the types of the fields."""
+        return fields
+
+
+def _renamed(what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = RENAMED.get(what, {})
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
 # ---- traces
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceRecord:
+class TraceRecord(Record):
     """The causal trace of one fact (paper §2.1): three runs, and each cell's restored probability.
 
     Clean run, corrupted run (noise on the subject's embeddings), and corrupted runs in which one
     cell is restored to its clean value.
     """
+
+    KIND = "trace"
 
     fact: Fact
     model: str
@@ -111,23 +167,13 @@ class TraceRecord:
         """TE = P[o] - P*[o]."""
         return self.clean - self.corrupted
 
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        return _to_line("trace", self)
-
     @classmethod
-    def from_json(cls, line: str) -> "TraceRecord":
-        """Parse one line of JSON."""
-        try:
-            fields = _from_line("trace", line)
-            fields["fact"] = Fact(**fields["fact"])
-            for name in ("restored", "severed", "gradients"):
-                fields[name] = {kind: as_cell_table(rows) for kind, rows in fields[name].items()}
-            for name in ("tokens", "subject", "corrupted_samples"):
-                fields[name] = tuple(fields[name])
-            return cls(**fields)
-        except MALFORMED as error:
-            raise BadRecord(f"not a trace record ({error}): {line[:80]!r}") from error
+    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        for name in ("restored", "severed", "gradients"):
+            fields[name] = {kind: as_cell_table(rows) for kind, rows in fields[name].items()}
+        for name in ("tokens", "subject", "corrupted_samples"):
+            fields[name] = tuple(fields[name])
+        return fields
 
 
 def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:
@@ -188,8 +234,10 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditRecord:
+class EditRecord(Record):
     """One edited fact: the changed weights, and the model's predictions before and after."""
+
+    KIND = "edit"
 
     fact: Fact
     """The fact after the edit: its target is the new object."""
@@ -216,34 +264,18 @@ class EditRecord:
         """The prompts of one kind."""
         return [prompt for prompt in self.prompts if prompt.kind == kind]
 
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        return _to_line("edit", self)
-
     @classmethod
-    def from_json(cls, line: str) -> "EditRecord":
-        """Parse one line of JSON."""
-        try:
-            fields = _from_line("edit", line)
-            fields["fact"] = Fact(**fields["fact"])
-            fields["changed_weights"] = tuple(
-                ChangedWeight(**{**weight, "shape": tuple(weight["shape"])})
-                for weight in fields["changed_weights"]
-            )
-            fields["prompts"] = tuple(
-                PromptChange(
-                    **{
-                        **prompt,
-                        "before": Prediction(**prompt["before"]),
-                        "after": Prediction(**prompt["after"]),
-                    }
-                )
-                for prompt in fields["prompts"]
-            )
-            fields["generations"] = tuple(Generation(**g) for g in fields["generations"])
-            return cls(**fields)
-        except MALFORMED as error:
-            raise BadRecord(f"not an edit record ({error}): {line[:80]!r}") from error
+    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        fields["changed_weights"] = tuple(
+            ChangedWeight(**{**weight, "shape": tuple(weight["shape"])})
+            for weight in fields["changed_weights"]
+        )
+        for prompt in fields["prompts"]:
+            for name in ("before", "after"):
+                prompt[name] = Prediction(**prompt[name])
+        fields["prompts"] = tuple(PromptChange(**prompt) for prompt in fields["prompts"])
+        fields["generations"] = tuple(Generation(**g) for g in fields["generations"])
+        return fields
 
 
 # ---- cases of an evaluation
@@ -299,8 +331,10 @@ class CaseScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseRecord:
+class CaseRecord(Record):
     """One case of an evaluation."""
+
+    KIND = "case"
 
     fact: Fact
     """The fact after the edit: its target is the new object."""
@@ -328,30 +362,23 @@ class CaseRecord:
         """Whether the edit failed."""
         return self.error is not None
 
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        return _to_line("case", self)
-
     @classmethod
-    def from_json(cls, line: str) -> "CaseRecord":
-        """Parse one line of JSON."""
-        try:
-            fields = _from_line("case", line)
-            fields["fact"] = Fact(**fields["fact"])
-            for name in ("before", "after"):
-                if fields[name] is not None:
-                    fields[name] = CaseScores.from_dict(fields[name])
-            return cls(**fields)
-        except MALFORMED as error:
-            raise BadRecord(f"not a case record ({error}): {line[:80]!r}") from error
+    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        for name in ("before", "after"):
+            if fields[name] is not None:
+                fields[name] = CaseScores.from_dict(fields[name])
+        return fields
 
 
 # ---- training of a learned editor
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRecord:
+class TrainingRecord(Record):
     """One evaluation of a hypernetwork in training: means over the validation examples."""
+
+    KIND = "training"
+    ALLOW_NAN = True  # a diverged loss is NaN
 
     step: int
     seconds: float
@@ -375,52 +402,8 @@ class TrainingRecord:
     locality_accuracy: float
     """Fraction of most likely tokens that the edit does not change on the locality prompt."""
 
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        return _to_line("training", self, allow_nan=True)  # a diverged loss is NaN
 
-    @classmethod
-    def from_json(cls, line: str) -> "TrainingRecord":
-        """Parse one line of JSON."""
-        try:
-            return cls(**_from_line("training", line))
-        except MALFORMED as error:
-            raise BadRecord(f"not a record of training ({error}): {line[:80]!r}") from error
-
-
-# ---- lines and files
-
-Record = TraceRecord | EditRecord | CaseRecord | TrainingRecord
-T = TypeVar("T")
-
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, BadFact)
-"""What parsing a malformed line raises."""
-
-
-def _to_line(kind: str, record: Any, *, allow_nan: bool = False) -> str:
-    fields = {"kind": kind, "version": VERSION, **dataclasses.asdict(record)}
-    return json.dumps(fields, ensure_ascii=False, allow_nan=allow_nan)
-
-
-def _from_line(kind: str, line: str) -> dict[str, Any]:
-    """The fields of a line, named as today."""
-    fields = json.loads(line)
-    version = fields.pop("version", 1)
-    if version not in range(1, VERSION + 1):
-        raise BadRecord(
-            f"the record has format version {version!r}; this factscope reads versions 1 to "
-            f"{VERSION}, so update factscope"
-        )
-    # Version 1 did not write the kind of traces and of training records.
-    found = fields.pop("kind", kind if version == 1 and kind in ("trace", "training") else None)
-    if found != kind:
-        raise ValueError(f"its kind is {found!r}")
-    return _renamed(kind, fields)
-
-
-def _renamed(what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    names = RENAMED.get(what, {})
-    return {names.get(name, name): value for name, value in fields.items()}
+# ---- files
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
@@ -430,30 +413,30 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 def read_trace_records(path: Path) -> Iterator[TraceRecord]:
     """The traces in a file, in order."""
-    return _read(path, TraceRecord.from_json, "factscope trace --out")
+    return _read(path, TraceRecord, "factscope trace --out")
 
 
 def read_edit_records(path: Path) -> Iterator[EditRecord]:
     """The edits in a file, in order."""
-    return _read(path, EditRecord.from_json, "factscope edit --json")
+    return _read(path, EditRecord, "factscope edit --json")
 
 
 def read_case_records(path: Path) -> Iterator[CaseRecord]:
     """The evaluated cases in a file, in order."""
-    return _read(path, CaseRecord.from_json, "factscope evaluate --out")
+    return _read(path, CaseRecord, "factscope evaluate --out")
 
 
 def read_training_records(path: Path) -> Iterator[TrainingRecord]:
     """The evaluations of a training run in a file, in order."""
-    return _read(path, TrainingRecord.from_json, "factscope train --out")
+    return _read(path, TrainingRecord, "factscope train --out")
 
 
-def _read(path: Path, from_json: Callable[[str], T], command: str) -> Iterator[T]:
+def _read(path: Path, kind: type[R], command: str) -> Iterator[R]:
     if not path.is_file():
         raise BadRecord(f"no records at {path}; `{command}` writes them")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield from_json(line)
+                yield kind.from_json(line)
             except BadRecord as error:
                 raise BadRecord(f"{path}, line {number}: {error}") from error

@@ -10,12 +10,13 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.io import PARTIAL, write_atomic
 from factscope.records import (
     CaseRecord,
+    Record,
     TraceRecord,
     TrainingRecord,
     read_case_records,
@@ -26,21 +27,12 @@ from factscope.records import (
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["FORMAT", "WEIGHTS", "Record", "RunFolder", "run_info"]
+__all__ = ["FORMAT", "WEIGHTS", "RunFolder", "run_info"]
 
 FORMAT = 2
 """Version of the run folder's format; spec.toml of version 1 has other keys."""
 WEIGHTS = "weights.safetensors"
 """File with a trained editor's weights, for `--weights`."""
-
-
-@runtime_checkable
-class Record(Protocol):
-    """A result that a run appends to its records."""
-
-    def to_json(self) -> str:
-        """The record as one line of JSON."""
-        ...
 
 
 class RunFolder:
