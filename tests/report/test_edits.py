@@ -35,10 +35,10 @@ def test_edit_records_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "edits.jsonl"
     write_records(path, [record(), record(method="memit")])
     assert [r.method for r in read_edit_records(path)] == ["rome", "memit"]
-    with pytest.raises(BadRecord, match="line 1: not a trace record"):
+    with pytest.raises(BadRecord, match="line 1: not a record of kind 'trace'"):
         list(read_trace_records(path))
     path.write_text('{"fact": 1}\n')
-    with pytest.raises(BadRecord, match="not an edit record"):
+    with pytest.raises(BadRecord, match="not a record of kind 'edit'"):
         list(read_edit_records(path))
     with pytest.raises(BadRecord, match="no records at"):
         list(read_edit_records(tmp_path / "lost.jsonl"))
@@ -46,7 +46,7 @@ def test_edit_records_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["", "[]", '{"kind": "edit"}', '{"kind": "edit", "fact": {}}'])
 def test_invalid_edit_records_are_rejected(line: str) -> None:
-    with pytest.raises(BadRecord, match="not an edit record"):
+    with pytest.raises(BadRecord, match="not a record of kind 'edit'"):
         EditRecord.from_json(line)
 
 
