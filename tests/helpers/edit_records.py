@@ -65,7 +65,7 @@ def odd(old: str | None = ODD) -> EditRecord:
 def neurons_record(*layers: int, **fields: Any) -> EditRecord:
     """A record of an edit by Knowledge Neurons."""
     neurons = [
-        {"layer": i, "neuron": 10 * i, "attribution": n / 10 - 0.1, "activation": 1.0, "share": 0.8}
+        {"layer": i, "neuron": 10 * i, "attribution": n / 10 - 0.1, "context_fraction": 0.8}
         for n, i in enumerate(layers)
     ]
     found = {"neurons": [neurons], "coarse": [[0.5] * 6], "answers": [" Paris"]}

@@ -47,8 +47,9 @@ def test_published_rows_follow_our_rows_of_the_same_method():
     names = [row_name(row) for row in with_published(summarize(RECORDS))]
     assert names == [
         "unedited", "unedited, published", "ROME", "ROME, published", "FT", "FT, published",
-        "ROME, sequential, at edit", "ROME, sequential, at end", "FT+L, published", "KN, published",
-        "KE, published", "KE-CF, published", "MEND, published", "MEND-CF, published",
+        "ROME, sequential, after its edit", "ROME, sequential, after all edits",
+        "FT+L, published", "KN, published", "KE, published", "KE-CF, published",
+        "MEND, published", "MEND-CF, published",
     ]  # fmt: skip
     other = summarize([case(model="tiny"), case(method="rome, paper", model="tiny")])
     assert [row_name(row) for row in with_published(other)] == ["unedited", "ROME", "ROME, paper"]
@@ -69,8 +70,8 @@ def test_best_values_and_failures_are_marked():
     assert found["ROME", "ES"] == found["ROME", "S"] == "best"
     assert found["FT", "ES"] == found["FT", "EM"] == "failure"
     assert ("unedited", "ES") not in found
-    assert ("ROME, sequential, at edit", "ES") not in found  # there is no rival
-    assert found["ROME, sequential, at end", "PS"] == "failure"
+    assert ("ROME, sequential, after its edit", "ES") not in found  # there is no rival
+    assert found["ROME, sequential, after all edits", "PS"] == "failure"
 
 
 GREEN = {

@@ -16,10 +16,8 @@ from factscope.report import figures
 from factscope.report.edits import edit_page
 from factscope.report.evaluations import with_published
 from factscope.report.figures import before_after_figure, neurons_figure, save_figure
-from factscope.report.figures.effects import distributions, distributions_figure
-from factscope.report.figures.evaluation import scores_figure
-from factscope.report.labels import row_name
-from factscope.report.style import display_token, token_labels
+from factscope.report.figures.evaluation import distributions, distributions_figure, scores_figure
+from factscope.report.labels import display_token, row_name, token_labels
 
 from case_records import RECORDS, case
 from edit_records import neurons_record, odd, record, scores
@@ -196,9 +194,9 @@ def test_selected_neurons_are_drawn_by_layer(tmp_path: Path) -> None:
     assert coarse == [0.5] * 6
     assert count == [0, 0, 2, 0, 0, 1]
     assert [text.get_text() for text in lower.texts] == ["20", "20", "50"]
-    assert upper.get_title(loc="left") == "Neurons that speak for Paris"
+    assert upper.get_title(loc="left") == "Knowledge neurons for Paris"
     assert not neurons_figure(neurons_record(*range(6), *range(6), *range(6))).axes[1].texts
-    with pytest.raises(BadRecord, match="rome chose no neurons"):
+    with pytest.raises(BadRecord, match="rome has no neurons"):
         neurons_figure(record())
     for i, one in enumerate((made, replace(odd(), settings=made.settings))):
         save_figure(neurons_figure(one), tmp_path / f"{i}.png")
@@ -234,7 +232,8 @@ def test_scores_figure_has_three_scores_per_row():
 def test_distributions_are_over_cases(tmp_path: Path):
     spread = distributions(RECORDS)
     assert list(spread) == [
-        "unedited", "ROME", "FT", "ROME, sequential, at edit", "ROME, sequential, at end",
+        "unedited", "ROME", "FT", "ROME, sequential, after its edit",
+        "ROME, sequential, after all edits",
     ]  # fmt: skip
     assert spread["ROME"]["EM"] == pytest.approx([40.0] * 3)
     assert len(spread["FT"]["ES"]) == 2

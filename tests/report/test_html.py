@@ -3,7 +3,8 @@
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import summarize
 from factscope.report.evaluations import evaluation_tables
-from factscope.report.html import multiline, printable
+from factscope.report.html import multiline
+from factscope.report.labels import printable
 from factscope.report.tables import Table
 
 from case_records import RECORDS

@@ -1,6 +1,6 @@
 """Labels that the terminal, figures and pages share."""
 
-from factscope.report.labels import check_rows, old_name, percent
+from factscope.report.labels import check_rows, old_object_label, percent
 
 from edit_records import CHECKS, record, scores
 
@@ -12,13 +12,13 @@ def test_percent() -> None:
 
 
 def test_old_object_is_named_if_all_prompts_share_it() -> None:
-    assert old_name(record().prompts) == "Paris"
-    assert old_name([*record().prompts, scores("neighbour", "x", old="Oslo")]) == "old"
-    assert old_name([scores("prompt", "x", old=None)]) == "old"
+    assert old_object_label(record().prompts) == "Paris"
+    assert old_object_label([*record().prompts, scores("neighbour", "x", old="Oslo")]) == "old"
+    assert old_object_label([scores("prompt", "x", old=None)]) == "old"
 
 
 def test_failed_edit_checks_are_reported() -> None:
-    assert all(rail.kept for rail in check_rows(CHECKS))
+    assert all(check.passed for check in check_rows(CHECKS))
     broken = CHECKS | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
-    assert [rail.kept for rail in check_rows(broken)] == [False, False, False]
+    assert [check.passed for check in check_rows(broken)] == [False, False, False]
     assert len(list(check_rows(CHECKS | {"division_factor": None}))) == 2

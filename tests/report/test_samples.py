@@ -13,7 +13,8 @@ from pages import check_well_formed
 def test_samples_are_displayed_side_by_side_with_objects_highlighted():
     (one,) = collect_samples(RECORDS, ["1"])
     assert list(one.texts) == [
-        "before", "ROME", "FT", "ROME, sequential, at edit", "ROME, sequential, at end",
+        "before", "ROME", "FT", "ROME, sequential, after its edit",
+        "ROME, sequential, after all edits",
     ]  # fmt: skip
     text = render("samples.html", case=one)
     check_well_formed(text)

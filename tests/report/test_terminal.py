@@ -77,8 +77,8 @@ def test_edit_tables_fit_eighty_columns() -> None:
     assert re.search(r"The Louvre is in .* 70\.0% → +70\.0% .* Paris ", text)
     side = printed(terminal.generations_table(record()))
     assert re.search(r"in Paris is +in Rome is", side)
-    assert "The Eiffel Tower is in Paris → Rome" in printed(terminal.headline(record()))
-    assert "rank 1 of 4 × 8" in printed(terminal.places_table(record().changed_weights))
+    assert "The Eiffel Tower is in Paris → Rome" in printed(terminal.fact_text(record()))
+    assert "rank 1 of 4 × 8" in printed(terminal.changed_weights_text(record().changed_weights))
 
 
 def test_facts_table_has_one_line_per_fact() -> None:
@@ -91,14 +91,14 @@ def test_facts_table_has_one_line_per_fact() -> None:
 @pytest.mark.parametrize("made", [odd(), odd(None)])
 def test_edit_tables_print_unusual_texts(made: EditRecord, width: int) -> None:
     for thing in (
-        terminal.headline(made), terminal.scores_table(made), terminal.generations_table(made),
+        terminal.fact_text(made), terminal.scores_table(made), terminal.generations_table(made),
         terminal.facts_table([made]), terminal.settings_table({"a": ODD}),
     ):  # fmt: skip
         text = printed(thing, width)
         assert "\x00" not in text
-    assert "[red]" in printed(terminal.headline(made), 80)
+    assert "[red]" in printed(terminal.fact_text(made), 80)
 
 
 def test_checks_that_are_not_finite_are_printed() -> None:
     broken = CHECKS | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
-    assert "not finite" in printed(terminal.rails_table(broken))
+    assert "not finite" in printed(terminal.checks_table(broken))

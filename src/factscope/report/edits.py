@@ -5,9 +5,8 @@ from typing import Any
 from factscope.records import EditRecord, PromptChange, TraceRecord
 from factscope.report.figures.edits import before_after_figure, has_neurons, neurons_figure
 from factscope.report.html import embed_figure, render
-from factscope.report.labels import change_of, check_rows, percent, weight_label
+from factscope.report.labels import check_rows, display_token, mean_change, percent, weight_label
 from factscope.report.samples import highlight
-from factscope.report.style import display_token
 from factscope.report.tables import Cell, Table
 from factscope.report.traces import trace_values
 
@@ -54,10 +53,10 @@ def _numbers(record: EditRecord) -> dict[str, str]:
     """Mean probabilities before and after, for the kinds of prompts that the record has."""
     old = record.own.old or "old"
     changes = {
-        f"P({display_token(record.own.new)})": change_of(record.of_kind("prompt"), "new"),
-        f"P({display_token(old)})": change_of(record.of_kind("prompt"), "old"),
-        "P(new object), paraphrases": change_of(record.of_kind("paraphrase"), "new"),
-        "P(old object), neighbours": change_of(record.of_kind("neighbour"), "old"),
+        f"P({display_token(record.own.new)})": mean_change(record.of_kind("prompt"), "new"),
+        f"P({display_token(old)})": mean_change(record.of_kind("prompt"), "old"),
+        "P(new object), paraphrases": mean_change(record.of_kind("paraphrase"), "new"),
+        "P(old object), neighbours": mean_change(record.of_kind("neighbour"), "old"),
     }
     return {
         label: f"{percent(change[0])} → {percent(change[1])}"
@@ -88,7 +87,7 @@ def checks_table(record: EditRecord) -> Table | None:
     if not record.checks:
         return None
     rows = tuple(
-        (check.name, check.value, check.limit, "passed" if check.kept else "failed")
+        (check.name, check.value, check.limit, "passed" if check.passed else "failed")
         for check in check_rows(record.checks)
     )
     return Table("", ("check", "value", "limit", "result"), rows)

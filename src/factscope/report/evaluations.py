@@ -17,10 +17,9 @@ from factscope.analysis.metrics import METRICS, Summary, summarize
 from factscope.analysis.published import published
 from factscope.errors import BadRecord
 from factscope.records import CaseRecord
-from factscope.report.figures.effects import distributions_figure
-from factscope.report.figures.evaluation import scores_figure
+from factscope.report.figures.evaluation import distributions_figure, scores_figure
 from factscope.report.html import embed_figure, render
-from factscope.report.labels import DATA, published_method, row_name
+from factscope.report.labels import base_method, dataset_name, row_name
 from factscope.report.samples import Samples, collect_samples
 from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure, write_texts
@@ -156,11 +155,11 @@ def with_published(rows: Sequence[Summary]) -> list[Summary]:
     theirs = {row.method: row for row in published(rows[0].model, rows[0].data)}
     single = [i for i, row in enumerate(rows) if row.protocol == "single"]
     # Later keys overwrite earlier ones, so a row of single edits wins over any other.
-    last = {published_method(rows[i].method): i for i in (*range(len(rows)), *single)}
+    last = {base_method(rows[i].method): i for i in (*range(len(rows)), *single)}
     merged: list[Summary] = []
     for i, row in enumerate(rows):
         merged.append(row)
-        method = published_method(row.method)
+        method = base_method(row.method)
         if last[method] == i and method in theirs:
             merged.append(theirs.pop(method))
     unedited = [row for row in theirs.values() if not row.edited]
@@ -260,7 +259,7 @@ def _mark(row: Summary, name: str, rows: Sequence[Summary]) -> Literal["best", "
 
 
 def _title(row: Summary) -> str:
-    return f"{DATA.get(row.data, row.data)}, {row.model}"
+    return f"{dataset_name(row.data)}, {row.model}"
 
 
 def _head(row: Summary) -> tuple[Cell, ...]:

@@ -15,10 +15,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from factscope.report.style import display_token, figure_bytes, flat, setting_text, visible
-from factscope.report.tables import is_words, mark_of, written
+from factscope.report.labels import display_token, flatten_settings, printable, setting_text
+from factscope.report.style import figure_bytes
+from factscope.report.tables import cell_mark, cell_text, is_text_column
 
-__all__ = ["EmbeddedFigure", "asset", "embed_figure", "image_uri", "printable", "render"]
+__all__ = ["EmbeddedFigure", "asset", "embed_figure", "image_uri", "render"]
 
 FIGURE_DPI, CSS_DPI = 180, 100
 """Resolution of an embedded PNG, and CSS pixels per inch of the figure."""
@@ -40,9 +41,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(asset=asset, is_text_column=is_words)
+    environment.globals.update(asset=asset, is_text_column=is_text_column)
     environment.filters.update(
-        cell_mark=mark_of, cell_text=written, flat=flat, multiline=multiline,
+        cell_mark=cell_mark, cell_text=cell_text, flat=flatten_settings, multiline=multiline,
         setting_text=setting_text, token=display_token,
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
@@ -52,11 +53,6 @@ def environment() -> Environment:
 def _printable_value(value: Any) -> Any:
     """Applied by jinja2 to every value before it is escaped; Markup is inserted as it is."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def printable(text: str) -> str:
-    """The text with control characters replaced by visible ones."""
-    return text if text.isprintable() else "".join(map(visible, text))
 
 
 def multiline(text: str) -> Markup:

@@ -1,12 +1,12 @@
-"""An edit's numbers in words, as the terminal, the page and the figure all say them.
+"""Names, labels and colours that figures, tables, pages and the terminal share.
 
-Methods, data sets and moments of an evaluation as they are called in tables and figures.
-
-The axes of a sweep and their values, as they are called in tables and figures.
+Needs no matplotlib: commands that only print to the terminal do not load it.
 """
 
+import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -16,58 +16,134 @@ from factscope.analysis.metrics import UNEDITED, Summary
 from factscope.analysis.preferences import Interval, Preference
 from factscope.analysis.sweep import NO_BOUND, Setting, Sweep
 from factscope.analysis.training import TrainingCurve
-from factscope.records import ChangedWeight, PromptScores
-from factscope.report.style import display_token
+from factscope.records import ChangedWeight, PromptChange, TraceRecord
 
 __all__ = [
-    "ASKED",
-    "DATA",
-    "HEADINGS",
-    "CheckRow",
-    "axis_name",
-    "change_of",
-    "check_rows",
-    "editor_name",
-    "line_name",
-    "number",
-    "old_name",
-    "percent",
-    "published_method",
-    "ratio_text",
-    "row_name",
-    "setting_name",
-    "span",
-    "sweep_title",
-    "training_title",
+    "KIND_STYLES", "METRIC_TITLES", "PHASE_LABELS", "PROMPT_HEADINGS", "QUESTION_LABELS", "RGB",
+    "CheckRow", "KindStyle", "axis_name", "base_method", "check_rows", "dataset_name",
+    "display_token", "editor_name", "flatten_settings", "interval_text", "line_label",
+    "mean_change", "old_object_label", "percent", "printable", "ratio_number", "ratio_text",
+    "row_name", "setting_name", "setting_text", "sweep_title", "token_labels", "training_title",
     "weight_label",
-]
+]  # fmt: skip
 
-HEADINGS = {
+
+# ---- texts and tokens
+
+WHITESPACE = {"\n": "↵", "\r": "↵", "\t": "⇥"}
+UNPRINTABLE = ("Cc", "Cs", "Cn", "Co", "Zl", "Zp")
+"""Unicode categories: controls, surrogates, unassigned, private use, separators."""
+MAX_TOKEN = 24
+"""Characters of a token's label."""
+
+
+def printable(text: str) -> str:
+    """The text with line breaks, tabs and control characters replaced by visible signs."""
+    if text.isprintable():
+        return text
+    return "".join(
+        WHITESPACE.get(c) or ("\ufffd" if unicodedata.category(c) in UNPRINTABLE else c)
+        for c in text
+    )
+
+
+def display_token(token: str) -> str:
+    """A token as a label: without spaces around it, printable, and not too long."""
+    label = printable(token.strip(" ")) or "␣"
+    return label if len(label) <= MAX_TOKEN else label[: MAX_TOKEN - 1] + "…"
+
+
+def token_labels(record: TraceRecord) -> list[str]:
+    """Labels of the prompt's tokens; tokens of the subject have a star, as in Figure 1."""
+    start, stop = record.subject
+    return [
+        display_token(token) + ("*" if start <= i < stop else "")
+        for i, token in enumerate(record.tokens)
+    ]
+
+
+def percent(probability: float) -> str:
+    """A probability in percent; a small one that is not zero is "<0.1%"."""
+    return "<0.1%" if 0 < probability < 0.0005 else f"{probability:.1%}"
+
+
+# ---- traces
+
+RGB = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindStyle:
+    """Colours and labels of one kind of restoration."""
+
+    name: str
+    colormap: str
+    """Name of the heat map's colormap in matplotlib."""
+    shades: tuple[RGB, RGB, RGB]
+    """The colormap's lightest, middle and darkest colour, for the terminal and web pages."""
+    color: str
+    """Colour of lines and bars."""
+    label: str
+    """The restored module in titles and legends."""
+    intervention: str
+    """Completes "Average indirect effect of a ..."; a format string of `window`."""
+    axis: str
+    """Label of the layer axis; a format string of `window` and `model`."""
+
+
+KIND_STYLES = {
+    "states": KindStyle(
+        name="states",
+        colormap="Purples",
+        shades=((252, 251, 253), (158, 154, 200), (63, 0, 125)),
+        color="#6a51a3",
+        label="state",
+        intervention="single hidden state",
+        axis="single restored layer within {model}",
+    ),
+    "mlp": KindStyle(
+        name="MLP",
+        colormap="Greens",
+        shades=((247, 252, 245), (116, 196, 118), (0, 68, 27)),
+        color="#238b45",
+        label="MLP",
+        intervention="run of {window} MLP layers",
+        axis="center of interval of {window} restored MLP layers",
+    ),
+    "attn": KindStyle(
+        name="attention",
+        colormap="Reds",
+        shades=((255, 245, 240), (251, 106, 74), (103, 0, 13)),
+        color="#cb181d",
+        label="Attn",
+        intervention="run of {window} Attn layers",
+        axis="center of interval of {window} restored Attn layers",
+    ),
+}
+"""The paper's colours and wording (Figures 1 to 3, App. B)."""
+
+
+# ---- edits
+
+PROMPT_HEADINGS = {
     "prompt": "the prompt",
     "paraphrase": "paraphrases should change",
     "neighbour": "neighbours should stay",
 }
-"""Kinds of prompts, in their order."""
+"""Kinds of prompts in the order in which they are listed."""
 
 
-def percent(probability: float) -> str:
-    """A probability with one digit; one that is not quite nothing, or not quite all, says so."""
-    if 0 < probability < 0.0005:
-        return "<0.1%"
-    return f"{probability:.1%}"
-
-
-def old_name(prompts: Sequence[PromptScores]) -> str:
-    """The old object, where all the prompts share one."""
-    names = {scores.old for scores in prompts}
-    only = names.pop() if len(names) == 1 else None
+def old_object_label(prompts: Sequence[PromptChange]) -> str:
+    """The old object if all prompts have the same one, else "old"."""
+    objects = {prompt.old for prompt in prompts}
+    only = objects.pop() if len(objects) == 1 else None
     return "old" if only is None else display_token(only)
 
 
-def change_of(prompts: Sequence[PromptScores], which: str) -> tuple[float, float] | None:
-    """The mean probability of the "new" or "old" object, before and after."""
-    pairs = [(getattr(s.before, which), getattr(s.after, which)) for s in prompts]
-    known = [(before, after) for before, after in pairs if before is not None]
+def mean_change(prompts: Sequence[PromptChange], which: str) -> tuple[float, float] | None:
+    """The mean probability of the "new" or "old" object before and after; None if unknown."""
+    pairs = [(getattr(p.before, which), getattr(p.after, which)) for p in prompts]
+    known = [pair for pair in pairs if pair[0] is not None]
     if not known:
         return None
     before, after = zip(*known, strict=True)
@@ -76,41 +152,44 @@ def change_of(prompts: Sequence[PromptScores], which: str) -> tuple[float, float
 
 @dataclass(frozen=True)
 class CheckRow:
-    """A guard rail: its figure, its limit, and whether it is kept."""
+    """An edit check: its value, its limit, and whether the edit passed."""
 
     name: str
     value: str
     limit: str
-    kept: bool
+    passed: bool
 
 
 def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
-    """The guard rails of an edit's record."""
+    """The edit checks of a record."""
     limits = checks["limits"]
     if (factor := checks["division_factor"]) is not None:
         least = limits["division_factor"]
         yield CheckRow("division factor", f"{factor:.3g}", f"at least {least:g}", factor >= least)
+    # Numbers that are not finite are null in a record.
     norm, most = checks["update_norm"], limits["update_norm"]
-    kept = norm is not None and norm <= most
-    yield CheckRow("update norm", f"{_figure(norm)} of the weight's", f"at most {most:g}", kept)
-    before, after = checks["perplexity_before"], checks["perplexity_after"]
+    passed = norm is not None and norm <= most
+    yield CheckRow("update norm", f"‖ΔW‖ / ‖W‖ = {_finite(norm)}", f"at most {most:g}", passed)
     growth, most = checks["perplexity_growth"], limits["perplexity"]
-    kept = growth is not None and growth <= most
-    both = f"{_figure(before)} → {_figure(after)}, × {_figure(growth)}"
-    yield CheckRow("perplexity of a plain text", both, f"at most × {most:g}", kept)
+    passed = growth is not None and growth <= most
+    before, after = _finite(checks["perplexity_before"]), _finite(checks["perplexity_after"])
+    value = f"{before} → {after}, × {_finite(growth)}"
+    yield CheckRow("perplexity of unrelated text", value, f"at most × {most:g}", passed)
 
 
-def _figure(x: float | None) -> str:
+def _finite(x: float | None) -> str:
     return "not finite" if x is None else f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
 
 
-def weight_label(place: ChangedWeight) -> str:
-    """A weight that is changed, and how."""
-    shape = " × ".join(map(str, place.shape))
-    return f"{place.name}: rank {place.rank} of {shape}, ‖ΔW‖ {place.norm:.3g}"
+def weight_label(weight: ChangedWeight) -> str:
+    """A changed weight: its name, shape, and the rank and norm of the change."""
+    shape = " × ".join(map(str, weight.shape))
+    return f"{weight.name}: rank {weight.rank} of {shape}, ‖ΔW‖ {weight.norm:.3g}"
 
 
-METHODS = {
+# ---- evaluations
+
+METHOD_NAMES = {
     UNEDITED: "unedited",
     "rome": "ROME",
     "r-rome": "r-ROME",
@@ -126,36 +205,58 @@ METHODS = {
     "mend-cf": "MEND-CF",
     "mend-zsre": "MEND-zsRE",
 }
-"""As the paper writes them."""
-DATA = {"counterfact": "CounterFact", "zsre": "zsRE"}
-WHEN = {"edit": "at edit", "end": "at end"}
+"""Methods as the paper writes them."""
+METRIC_TITLES = {
+    "S": "Score, S (%)",
+    "ES": "Efficacy, ES (%)",
+    "PS": "Paraphrases, PS (%)",
+    "NS": "Neighbours, NS (%)",
+    "EM": "Efficacy, EM (%)",
+    "PM": "Paraphrases, PM (%)",
+    "NM": "Neighbours, NM (%)",
+    "RS": "Consistency, RS (%)",
+    "GE": "Fluency, GE",
+    "efficacy": "Efficacy (%)",
+    "paraphrase": "Paraphrases (%)",
+    "specificity": "Specificity (%)",
+}
+"""Panel titles."""
+PHASE_LABELS = {"edit": "after its edit", "end": "after all edits"}
+"""When a case of a sequence of edits is scored."""
+
+
+def dataset_name(data: str) -> str:
+    """A data set as the paper writes it."""
+    return {"counterfact": "CounterFact", "zsre": "zsRE"}.get(data, data)
 
 
 def editor_name(method: str) -> str:
-    """A method in the paper's writing; what follows its name, such as settings, stays."""
-    name = published_method(method)
-    return METHODS.get(name, name) + method[len(name) :]
+    """A method as the paper writes it; settings that follow its name are kept."""
+    name = base_method(method)
+    return METHOD_NAMES.get(name, name) + method[len(name) :]
 
 
-def published_method(method: str) -> str:
-    """The method without what follows its name."""
+def base_method(method: str) -> str:
+    """The method without settings that follow its name: "rome (layer 5)" → "rome"."""
     return re.split(r"[ ,(]", method, maxsplit=1)[0]
 
 
 def row_name(summary: Summary) -> str:
-    """What a table calls the row."""
+    """Label of a summary's row in tables and figures: "ROME, sequential, after all edits"."""
     parts = [editor_name(summary.method)]
     if summary.protocol != "single":
         parts.append(summary.protocol)
     if summary.protocol == "sequential":
-        parts.append(WHEN[summary.phase])
+        parts.append(PHASE_LABELS[summary.phase])
     if summary.published:
         parts.append("published")
     return ", ".join(parts)
 
 
-AXIS = {"layer": "layer", "token": "token", "max_change": "bound ε", "prefix_lengths": "prefixes"}
-TOKENS = {
+# ---- sweeps
+
+AXIS_NAMES = {"max_change": "bound ε", "prefix_lengths": "prefixes"}
+TOKEN_NAMES = {
     "subject-first": "first subject token",
     "subject-last": "last subject token",
     "after-subject": "first token after the subject",
@@ -164,14 +265,14 @@ TOKENS = {
 
 
 def axis_name(axis: str) -> str:
-    """What an axis is called."""
-    return AXIS.get(axis, axis)
+    """Label of a sweep's axis."""
+    return AXIS_NAMES.get(axis, axis)
 
 
 def setting_name(axis: str, value: Setting) -> str:
-    """A value of an axis in words."""
+    """Label of a value on its axis."""
     if axis == "token":
-        return TOKENS.get(str(value), str(value))
+        return TOKEN_NAMES.get(str(value), str(value))
     if axis == "max_change":
         return "no bound" if value == NO_BOUND else f"{value:g}"
     if axis == "prefix_lengths":
@@ -179,48 +280,66 @@ def setting_name(axis: str, value: Setting) -> str:
     return str(value)
 
 
-def line_name(settings: Mapping[str, Setting]) -> str:
-    """What a line of a figure is called: the settings that its points share."""
-    return ", ".join(_said(axis, value) for axis, value in settings.items())
+def line_label(settings: Mapping[str, Setting]) -> str:
+    """The settings that the points of a line share: "layer 5, ε = 0.001"."""
 
+    def label(axis: str, value: Setting) -> str:
+        if axis == "max_change" and value != NO_BOUND:
+            return f"ε = {value:g}"
+        prefix = {"layer": "layer ", "prefix_lengths": "prefixes: "}.get(axis, "")
+        return prefix + setting_name(axis, value)
 
-def _said(axis: str, value: Setting) -> str:
-    """A value in words that tell its axis, too."""
-    if axis == "max_change" and value != NO_BOUND:
-        return f"ε = {value:g}"
-    before = {"layer": "layer ", "prefix_lengths": "prefixes: "}.get(axis, "")
-    return before + setting_name(axis, value)
+    return ", ".join(label(axis, value) for axis, value in settings.items())
 
 
 def sweep_title(sweep: Sweep) -> str:
-    """The sweep in one line."""
-    name = f"{editor_name(sweep.method)}: {DATA.get(sweep.data, sweep.data)}, {sweep.model}"
-    return ", ".join([name, *(_said(axis, value) for axis, value in sweep.fixed.items())])
+    """Method, data set, model, and settings that are not swept."""
+    title = f"{editor_name(sweep.method)}: {dataset_name(sweep.data)}, {sweep.model}"
+    return f"{title}, {line_label(sweep.fixed)}" if sweep.fixed else title
 
 
-ASKED = {"consistent": "consistency with the fact", "fluent": "fluency"}
+# ---- human evaluation
+
+QUESTION_LABELS = {"consistent": "consistency with the fact", "fluent": "fluency"}
 
 
-def ratio_text(found: Preference) -> str:
-    """The ratio with its interval: "1.8 (1.2 to 2.7)"."""
-    if not found.votes:
+def ratio_text(preference: Preference) -> str:
+    """The ratio of votes with its interval: "1.8 (1.2 to 2.7)"."""
+    if not preference.votes:
         return "–"
-    return f"{number(found.ratio)} ({span(found.ratio_interval)})"
+    return f"{ratio_number(preference.ratio)} ({interval_text(preference.ratio_interval)})"
 
 
-def span(interval: Interval) -> str:
-    """An interval of ratios."""
-    return f"{number(interval.low)} to {number(interval.high)}"
+def interval_text(interval: Interval) -> str:
+    """An interval of ratios: "1.2 to 2.7"."""
+    return f"{ratio_number(interval.low)} to {ratio_number(interval.high)}"
 
 
-def number(ratio: float) -> str:
-    """A ratio, two digits at least."""
+def ratio_number(ratio: float) -> str:
+    """A ratio with at least two digits."""
     if math.isinf(ratio):
         return "∞"
     return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
-def training_title(course: TrainingCurve) -> str:
-    """The training in one line."""
-    data = DATA.get(course.data, course.data)
-    return f"{editor_name(course.method)} trained on {data}, {course.model}, {course.steps} steps"
+# ---- training and settings
+
+
+def training_title(curve: TrainingCurve) -> str:
+    """Method, data set, model and number of steps."""
+    data = dataset_name(curve.data)
+    return f"{editor_name(curve.method)} trained on {data}, {curve.model}, {curve.steps} steps"
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings with nested ones by their dotted names: {"a": {"b": 1}} → ("a.b", 1)."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def setting_text(value: Any) -> str:
+    """A setting's value: a string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

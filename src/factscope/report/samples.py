@@ -15,8 +15,7 @@ from factscope.analysis.metrics import UNEDITED
 from factscope.errors import BadSetting
 from factscope.facts import Fact
 from factscope.records import CaseRecord
-from factscope.report.html import printable
-from factscope.report.labels import WHEN, editor_name
+from factscope.report.labels import PHASE_LABELS, editor_name, printable
 
 __all__ = [
     "Samples",
@@ -177,7 +176,7 @@ def _column_name(record: CaseRecord) -> str:
     name = editor_name(record.method)
     if record.protocol == "single":
         return name
-    when = f", {WHEN[record.phase]}" if record.protocol == "sequential" else ""
+    when = f", {PHASE_LABELS[record.phase]}" if record.protocol == "sequential" else ""
     return f"{name}, {record.protocol}{when}"
 
 

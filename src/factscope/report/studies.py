@@ -18,7 +18,14 @@ from factscope.extras.study.answers import ANSWERS_KIND
 from factscope.extras.study.pairs import Item, Study
 from factscope.report.figures.studies import preferences_figure
 from factscope.report.html import asset, embed_figure, render
-from factscope.report.labels import ASKED, DATA, editor_name, number, ratio_text, span
+from factscope.report.labels import (
+    QUESTION_LABELS,
+    dataset_name,
+    editor_name,
+    interval_text,
+    ratio_number,
+    ratio_text,
+)
 from factscope.report.tables import Cell, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure, write_texts
 
@@ -98,7 +105,7 @@ def study_page(study: Study, votes: Sequence[Vote]) -> str:
         "study.html",
         title=f"Human evaluation: {', '.join(map(editor_name, study.methods))}",
         model=study.model,
-        data=DATA.get(study.data, study.data),
+        data=dataset_name(study.data),
         study_id=study.id,
         numbers={
             "raters": len({vote.rater for vote in votes}),
@@ -130,7 +137,7 @@ def _item_values(item: Item, votes: Sequence[Vote]) -> dict[str, Any]:
 
 def _count(votes: Sequence[Vote], chosen: str | None) -> str:
     counts = Counter(vote.question for vote in votes if vote.chosen == chosen)
-    return ", ".join(f"{counts[question]} for {name}" for question, name in ASKED.items())
+    return ", ".join(f"{counts[question]} for {name}" for question, name in QUESTION_LABELS.items())
 
 
 def preference_sentence(found: Preference) -> str:
@@ -143,10 +150,10 @@ def preference_sentence(found: Preference) -> str:
     if ratio < 1:
         first, second, wins, ratio = second, first, wins[::-1], _inverse(ratio)
         interval = Interval(_inverse(interval.high), _inverse(interval.low))
-    often = f"{number(ratio)} times as often as {second}"
+    often = f"{ratio_number(ratio)} times as often as {second}"
     sentence = (
         f"{first} was rated {comparative} {'in every vote' if math.isinf(ratio) else often} "
-        f"(95 % confidence interval of the ratio: {span(interval)}): "
+        f"(95 % confidence interval of the ratio: {interval_text(interval)}): "
         f"{wins[0]} votes against {wins[1]}, {found.ties} ties."
     )
     return sentence[0].upper() + sentence[1:]
@@ -166,8 +173,8 @@ def preference_table(found: Sequence[Preference]) -> Table:
                "raters", "cases", "agreement")  # fmt: skip
     rows = tuple(
         (
-            ASKED[one.question], *map(editor_name, one.pair), *one.wins, one.ties, ratio_text(one),
-            one.raters, one.cases,
+            QUESTION_LABELS[one.question], *map(editor_name, one.pair), *one.wins, one.ties,
+            ratio_text(one), one.raters, one.cases,
             "–" if one.agreement is None else f"{100 * one.agreement:.0f} %",
         )
         for one in found

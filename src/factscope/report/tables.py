@@ -1,4 +1,4 @@
-"""Tables of numbers, written once as values and then as Markdown, LaTeX or CSV."""
+"""Tables as values, and the same tables in Markdown, LaTeX and CSV."""
 
 import csv
 import io
@@ -9,35 +9,28 @@ from typing import Literal
 
 from factscope.analysis.effects import AverageEffects, SeveredComparison
 from factscope.analysis.estimate import Estimate
-from factscope.report.style import KIND_STYLES
+from factscope.report.labels import KIND_STYLES
 
 __all__ = [
-    "Cell",
-    "Marked",
-    "Score",
-    "Table",
-    "as_csv",
-    "as_latex",
-    "as_markdown",
-    "cells_table",
-    "effects_table",
-    "severed_table",
-    "summary_table",
-]
+    "Cell", "Marked", "Score", "Table", "all_effects_table", "as_csv", "as_latex", "as_markdown",
+    "cell_mark", "cell_text", "effects_table", "is_text_column", "severed_table", "summary_table",
+]  # fmt: skip
 
 UNKNOWN = "–"
+
+Mark = Literal["best", "failure"] | None
+"""Highlighting of a cell: green and bold, or red, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A metric as the paper's tables have it, in hundredths with its half width: "89.2 (0.3)"."""
+    """A metric as in the paper's tables, in percent with its half width: "89.2 (0.3)"."""
 
     value: Estimate
-    mark: Literal["best", "failure"] | None = None
-    """Whether it is set apart: in green and bold, or in red."""
+    mark: Mark = None
 
     def __str__(self) -> str:
-        """The number as it is read, without the mark."""
+        # Adding 0.0 turns -0.0 into 0.0.
         mean, width = (round(100 * x, 1) + 0.0 for x in (self.value.mean, self.value.half_width))
         if math.isnan(mean):
             return UNKNOWN
@@ -46,125 +39,162 @@ class Score:
 
 @dataclass(frozen=True)
 class Marked:
-    """Another number that may be set apart."""
+    """A plain number with a mark."""
 
     value: int | float
-    mark: Literal["best", "failure"] | None = None
+    mark: Mark = None
 
     def __str__(self) -> str:
-        """The number as it is read, without the mark."""
-        return written(self.value)
+        return cell_text(self.value)
 
 
 Cell = str | int | float | Estimate | Score | Marked | None
-"""None is a number that is not known."""
+"""None is an unknown number."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: each row has a cell for every column."""
+    """A table; every row has one cell per column."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
-    """What one has to know to read it."""
+    """Explains units and marks."""
     rules: tuple[int, ...] = ()
-    """The rows after which a line is drawn, counted from 0."""
+    """Indices of the rows below which LaTeX draws a line."""
 
     def __post_init__(self) -> None:
-        """Check that the rows fit."""
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"the row {row} does not fit the columns {self.columns}")
 
 
+# ---- tables of traces
+
+
 def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
-    """The runs without restoration, and the best scores that a restoration reaches (App. B)."""
+    """The clean and corrupted runs, and the best scores reached by restoring a state (App. B)."""
     first = next(iter(effects.values()))
-    rows: list[tuple[Cell, ...]] = [
-        ("clean run, P[o]", first.clean, first.clean.n),
-        ("corrupted run, P*[o]", first.corrupted, first.corrupted.n),
-        ("average total effect", first.total, first.total.n),
-    ]
+    quantities = {
+        "clean run, P[o]": first.clean,
+        "corrupted run, P*[o]": first.corrupted,
+        "average total effect": first.total,
+    }
     for kind, average in effects.items():
         name = KIND_STYLES[kind].name
-        at, anywhere = average.best_at_subject, average.best_anywhere
-        rows.append((f"best {name} score at the last subject token", at, at.n))
-        rows.append((f"best {name} score anywhere", anywhere, anywhere.n))
-    return Table("Runs", ("quantity", "mean", "facts"), tuple(rows))
+        quantities[f"best {name} score at the last subject token"] = average.best_at_subject
+        quantities[f"best {name} score anywhere"] = average.best_anywhere
+    rows = tuple((name, value, value.n) for name, value in quantities.items())
+    return Table("Runs", ("quantity", "mean", "facts"), rows)
 
 
 def effects_table(effects: Mapping[str, AverageEffects]) -> Table:
-    """Where each role's average indirect effect peaks."""
-    rows = [
-        (KIND_STYLES[kind].name, role, *peak_cells(average, role))
-        for kind, average in effects.items()
-        for role in average.roles
-        if average.measured(role)
-    ]
+    """The layer at which the average indirect effect of each token role peaks."""
+    rows = []
+    for kind, average in effects.items():
+        for role in filter(average.measured, average.roles):
+            layer, peak = average.peak(role)
+            rows.append((KIND_STYLES[kind].name, role, layer, peak, peak.n))
     return Table("Peak effects", ("restored", "token", "layer", "AIE", "n"), tuple(rows))
 
 
-def peak_cells(effects: AverageEffects, role: str) -> tuple[int, Estimate, int]:
-    """The layer, height and count of a peak."""
-    layer, peak = effects.peak(role)
-    return layer, peak, peak.n
-
-
-def cells_table(effects: Mapping[str, AverageEffects]) -> Table:
-    """Every average effect: the numbers behind the figures."""
+def all_effects_table(effects: Mapping[str, AverageEffects]) -> Table:
+    """Every average indirect effect: the numbers in the figures."""
     rows = [
-        (
-            KIND_STYLES[kind].name,
-            role,
-            layer,
-            average.row(role)[layer],
-            int(average.row(role).n[layer]),
-        )
+        (KIND_STYLES[kind].name, role, layer, average.row(role)[layer], average.row(role)[layer].n)
         for kind, average in effects.items()
-        for role in average.roles
-        if average.measured(role)
+        for role in filter(average.measured, average.roles)
         for layer in range(average.layers)
     ]
     return Table("Average effects", ("restored", "token", "layer", "AIE", "n"), tuple(rows))
 
 
 def severed_table(comparison: SeveredComparison) -> Table:
-    """AIE at the last subject token, layer by layer, in each graph."""
-    names = tuple(f"{KIND_STYLES[module].what} severed" for module in comparison.severed)
-    rows = [
+    """AIE at the last subject token by layer, intact and with a module severed (Figure 3)."""
+    names = (f"{KIND_STYLES[module].label} severed" for module in comparison.severed)
+    rows = tuple(
         (layer, comparison.intact[layer], *(row[layer] for row in comparison.severed.values()))
         for layer in range(len(comparison.intact))
-    ]
-    return Table("Severed graphs", ("layer", "intact", *names), tuple(rows))
+    )
+    return Table("Severed graphs", ("layer", "intact", *names), rows)
+
+
+# ---- cells
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell's text without its mark."""
+    if cell is None:
+        return UNKNOWN
+    if isinstance(cell, Estimate):
+        return cell.percent
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def cell_mark(cell: Cell) -> Mark:
+    """A cell's mark, if any."""
+    return cell.mark if isinstance(cell, Score | Marked) else None
+
+
+def is_text_column(table: Table, column: int) -> bool:
+    """Whether a column holds text rather than numbers."""
+    return any(isinstance(row[column], str) for row in table.rows)
+
+
+# ---- formats
 
 
 def as_markdown(table: Table) -> str:
-    """The table in Markdown, numbers to the right."""
-    heads = [markdown_text(column) for column in table.columns]
-    marks = [":--" if is_words(table, i) else "--:" for i in range(len(table.columns))]
-    rows = [list(map(markdown_cell, row)) for row in table.rows]
-    lines = ["| " + " | ".join(row) + " |" for row in (heads, marks, *rows)]
-    note = f"\n{markdown_text(table.note)}\n" if table.note else ""
-    return f"**{markdown_text(table.title)}**\n\n" + "\n".join(lines) + "\n" + note
+    """The table in Markdown: numbers aligned right, best cells bold, failures italic."""
+
+    def cell_markdown(cell: Cell) -> str:
+        sign = {"best": "**", "failure": "_", None: ""}[cell_mark(cell)]
+        return f"{sign}{escape_markdown(cell_text(cell))}{sign}"
+
+    heads = [escape_markdown(column) for column in table.columns]
+    alignment = [":--" if is_text_column(table, i) else "--:" for i in range(len(table.columns))]
+    rows = [list(map(cell_markdown, row)) for row in table.rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (heads, alignment, *rows)]
+    note = f"\n{escape_markdown(table.note)}\n" if table.note else ""
+    return f"**{escape_markdown(table.title)}**\n\n" + "\n".join(lines) + "\n" + note
+
+
+def escape_markdown(text: str) -> str:
+    """Escape characters that would end a cell or start an emphasis."""
+    for character in "\\|*_`<":
+        text = text.replace(character, "\\" + character)
+    return " ".join(text.split())
+
+
+LATEX_COLORS = {"best": "0,0.6,0", "failure": "0.75,0,0"}
+"""The paper's green and red."""
+LATEX_ESCAPES = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#",
+    "_": r"\_", "$": r"\$", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+    "±": r"$\pm$", "–": "--", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "−": "$-$",
+}  # fmt: skip
 
 
 def as_latex(table: Table) -> str:
-    """The table in LaTeX, for the packages booktabs and, where numbers are marked, xcolor."""
-    columns = "".join("l" if is_words(table, i) else "r" for i in range(len(table.columns)))
-    heads = " & ".join(latex_text(column) for column in table.columns)
-    rows = [" & ".join(map(latex_cell, row)) + r" \\" for row in table.rows]
-    for place in sorted(table.rules, reverse=True):
-        rows.insert(place + 1, r"\midrule")
+    """The table in LaTeX; needs the package booktabs and, for marked cells, xcolor."""
+
+    def cell_latex(cell: Cell) -> str:
+        text, mark = escape_latex(cell_text(cell)), cell_mark(cell)
+        return rf"\textcolor[rgb]{{{LATEX_COLORS[mark]}}}{{\textbf{{{text}}}}}" if mark else text
+
+    columns = "".join("l" if is_text_column(table, i) else "r" for i in range(len(table.columns)))
+    rows = [" & ".join(map(cell_latex, row)) + r" \\" for row in table.rows]
+    for index in sorted(table.rules, reverse=True):
+        rows.insert(index + 1, r"\midrule")
     caption = f"{table.title}. {table.note}" if table.note else table.title
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{latex_text(caption)}}}",
+        rf"\caption{{{escape_latex(caption)}}}",
         rf"\begin{{tabular}}{{{columns}}}",
         r"\toprule",
-        heads + r" \\",
+        " & ".join(map(escape_latex, table.columns)) + r" \\",
         r"\midrule",
         *rows,
         r"\bottomrule",
@@ -174,80 +204,26 @@ def as_latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+def escape_latex(text: str) -> str:
+    """Escape characters that LaTeX reads as commands."""
+    return "".join(LATEX_ESCAPES.get(character, character) for character in text)
+
+
 def as_csv(table: Table) -> str:
     """The table in CSV, unrounded; an estimate takes two columns, its mean and half width."""
-    heads = [
-        name
-        for i, column in enumerate(table.columns)
-        for name in ((column, f"{column} ±") if is_estimated(table, i) else (column,))
-    ]
+
+    def fields(cell: Cell) -> list[str | int | float]:
+        if isinstance(cell, Score | Marked):
+            cell = cell.value
+        values = (cell.mean, cell.half_width) if isinstance(cell, Estimate) else (cell,)
+        return ["" if x is None or x != x else x for x in values]  # NaN is an empty field
+
+    heads: list[str] = []
+    for i, column in enumerate(table.columns):
+        estimated = any(isinstance(row[i], Estimate | Score) for row in table.rows)
+        heads += (column, f"{column} ±") if estimated else (column,)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(heads)
-    for row in table.rows:
-        writer.writerow([field for cell in row for field in csv_fields(cell)])
+    writer.writerows([field for cell in row for field in fields(cell)] for row in table.rows)
     return buffer.getvalue()
-
-
-def written(cell: Cell) -> str:
-    """A cell as it is read."""
-    if cell is None:
-        return UNKNOWN
-    if isinstance(cell, Estimate):
-        return cell.percent
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-
-
-def csv_fields(cell: Cell) -> tuple[str | int | float, ...]:
-    """A cell as fields; a NaN is an empty one."""
-    if isinstance(cell, Score | Marked):
-        cell = cell.value
-    values = (cell.mean, cell.half_width) if isinstance(cell, Estimate) else (cell,)
-    return tuple("" if value is None or value != value else value for value in values)
-
-
-def is_estimated(table: Table, column: int) -> bool:
-    """Whether a column holds estimates."""
-    return any(isinstance(row[column], Estimate | Score) for row in table.rows)
-
-
-def is_words(table: Table, column: int) -> bool:
-    """Whether a column holds words rather than numbers."""
-    return any(isinstance(row[column], str) for row in table.rows)
-
-
-def markdown_cell(cell: Cell) -> str:
-    """One cell; the best in bold, failures in italics."""
-    sign = {"best": "**", "failure": "_"}.get(mark_of(cell) or "", "")
-    return f"{sign}{markdown_text(written(cell))}{sign}"
-
-
-def latex_cell(cell: Cell) -> str:
-    """One cell; marks as in the paper, whose green and red these are."""
-    color = {"best": "0,0.6,0", "failure": "0.75,0,0"}.get(mark_of(cell) or "")
-    text = latex_text(written(cell))
-    return rf"\textcolor[rgb]{{{color}}}{{\textbf{{{text}}}}}" if color else text
-
-
-def mark_of(cell: Cell) -> str | None:
-    """A number's mark."""
-    return cell.mark if isinstance(cell, Score | Marked) else None
-
-
-def markdown_text(text: str) -> str:
-    """Text that does not end its cell or begin an emphasis."""
-    for character in "\\|*_`<":
-        text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
-
-
-LATEX = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#",
-    "_": r"\_", "$": r"\$", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
-    "±": r"$\pm$", "–": "--", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "−": "$-$",
-}  # fmt: skip
-
-
-def latex_text(text: str) -> str:
-    """Text without the characters that LaTeX reads as commands."""
-    return "".join(LATEX.get(character, character) for character in text)

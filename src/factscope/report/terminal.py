@@ -1,7 +1,4 @@
-"""A trace in the terminal: a small heat map, and its strongest cells.
-
-An edit in the terminal: before and after, side by side, in eighty columns.
-"""
+"""Traces and edits in the terminal: heat maps in characters or colours, and tables."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.color import Color
@@ -18,299 +16,265 @@ from rich.table import Table
 from rich.text import Text
 
 from factscope.analysis.effects import baseline, cell_table
-from factscope.records import ChangedWeight, EditRecord, Generation, PromptScores, TraceRecord
-from factscope.report.labels import HEADINGS, change_of, check_rows, old_name, percent, weight_label
-from factscope.report.style import (
+from factscope.records import ChangedWeight, EditRecord, Generation, TraceRecord
+from factscope.report.labels import (
     KIND_STYLES,
+    PROMPT_HEADINGS,
     RGB,
-    brief,
+    check_rows,
     display_token,
-    flat,
+    flatten_settings,
+    mean_change,
+    old_object_label,
+    percent,
+    printable,
+    setting_text,
     token_labels,
-    visible,
+    weight_label,
 )
 
 __all__ = [
-    "TerminalHeatMap",
-    "applied_table",
-    "facts_table",
-    "generations_table",
-    "headline",
-    "places_table",
-    "rails_table",
-    "scores_table",
-    "settings_table",
-    "side_by_side",
-    "strongest_cells",
-    "trace_heatmap",
-]
+    "TerminalHeatMap", "applied_table", "changed_weights_text", "checks_table", "fact_text",
+    "facts_table", "generation_table", "generations_table", "scores_table", "settings_table",
+    "strongest_cells", "trace_heatmap",
+]  # fmt: skip
+
+
+# ---- traces
 
 RAMP = " .:-=+*#%@"
-"""The shades where there is no colour."""
-WIDEST_LABEL = 16
-AXIS_EVERY = 5
-"""Columns between the layers named below the heat map."""
+"""Shades from light to dark for terminals without colours."""
+MAX_LABEL = 16
+"""Columns of a token's label."""
+TICK_SPACING = 5
+"""Every fifth column of the heat map is labelled with its layer."""
 
 
 def trace_heatmap(record: TraceRecord, kind: str = "states") -> "TerminalHeatMap":
-    """The trace as a heat map that fits the console it is printed on."""
-    cell_table(record, kind)  # says so at once where the kind was not traced
+    """The heat map of a trace, for printing on a rich console."""
+    cell_table(record, kind)  # raises BadRecord now, not while printing
     return TerminalHeatMap(record, kind)
 
 
 def strongest_cells(record: TraceRecord, kind: str = "states", count: int = 5) -> Table:
-    """The cells whose restoration brings the answer back most."""
+    """The cells with the highest indirect effects."""
     table = Table(title=f"Strongest {KIND_STYLES[kind].name}", title_justify="left")
     table.add_column("token")
     for column in ("layer", f"p({display_token(record.answer)})", "indirect effect"):
         table.add_column(Text(column), justify="right")
     labels, cells = token_labels(record), cell_table(record, kind)
-    for token, layer in strongest(cells, count):
+    for token, layer in highest_cells(cells, count):
         score = cells[token, layer]
         effect = score - baseline(record, kind)
         table.add_row(Text(labels[token]), str(layer), f"{score:.1%}", f"{effect:+.1%}")
     return table
 
 
-def strongest(cells: np.ndarray, count: int) -> list[tuple[int, int]]:
-    """The places of the highest cells, highest first; cells not measured are left out."""
-    order = np.argsort(-cells, axis=None, kind="stable")[: np.count_nonzero(~np.isnan(cells))]
-    changed_weights = [np.unravel_index(i, cells.shape) for i in order[:count]]
-    return [(int(token), int(layer)) for token, layer in changed_weights]
+def highest_cells(cells: Float[np.ndarray, "tokens layers"], count: int) -> list[tuple[int, int]]:
+    """(token, layer) of the highest measured cells, highest first."""
+    order = np.argsort(-cells, axis=None, kind="stable")  # NaN is sorted to the end
+    indices = order[: min(count, np.count_nonzero(~np.isnan(cells)))]
+    return [(int(i // cells.shape[1]), int(i % cells.shape[1])) for i in indices]
 
 
 @dataclass(frozen=True)
 class TerminalHeatMap:
-    """Tokens down, layers across. Where layers do not fit, neighbours share their maximum."""
+    """Tokens down, layers across. Where layers do not fit, a column shows their maximum."""
 
     record: TraceRecord
     kind: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """The lines of the heat map, in colour where the console has it."""
-        labels = token_labels(self.record)
-        margin = min(WIDEST_LABEL, max(cell_len(label) for label in labels)) + 1
-        cells = cell_table(self.record, self.kind)
-        groups = layer_groups(cells.shape[1], max(1, options.max_width - margin))
-        wide = 2 if 2 * len(groups) + margin <= options.max_width else 1
-        shades = shades_of(pooled(cells, groups), baseline(self.record, self.kind))
-        colored = console.color_system is not None
+        style, labels = KIND_STYLES[self.kind], token_labels(self.record)
+        cells, low = cell_table(self.record, self.kind), baseline(self.record, self.kind)
+        tokens, layers = cells.shape
+        margin = min(MAX_LABEL, max(map(cell_len, labels))) + 1
+        per_column = -(-layers // max(1, options.max_width - margin))
+        # -inf loses against every measured cell; a column of unmeasured cells becomes NaN again.
+        padding = np.full((tokens, -layers % per_column), -np.inf)
+        padded = np.hstack([np.where(np.isnan(cells), -np.inf, cells), padding])
+        columns = padded.reshape(tokens, -1, per_column).max(axis=2)
+        columns = np.where(np.isinf(columns), np.nan, columns)
+        width = 2 if 2 * columns.shape[1] + margin <= options.max_width else 1
+        # 0 at the corrupted score or below, 1 at the highest cell.
+        high = np.max(columns, initial=low + 1e-3, where=~np.isnan(columns))
+        shades = np.clip((columns - low) / (high - low), 0, 1)
+        colors = style.shades if console.color_system is not None else None
         for label, row in zip(labels, shades, strict=True):
-            line = Text(fitted(label, margin - 1) + " ", no_wrap=True)
+            line = Text(align_right(label, margin - 1) + " ", no_wrap=True)
             for shade in row:
-                line.append_text(
-                    block(shade, wide, KIND_STYLES[self.kind].shades if colored else None)
-                )
+                line.append_text(heatmap_cell(shade, width, colors))
             yield line
-        yield Text(" " * margin + layer_axis(groups, wide), style="dim", no_wrap=True)
-        yield Text(self.caption(cells), style="dim")
-
-    def caption(self, cells: np.ndarray) -> str:
-        """What the shades mean."""
-        record, name = self.record, KIND_STYLES[self.kind].name
-        best = strongest(cells, 1)
-        highest = f", up to {cells[best[0]]:.1%} restored" if best else ""
-        return (
-            f"{name}: p({display_token(record.answer)}) {record.clean:.1%} clean, "
-            f"{record.corrupted:.1%} corrupted{highest}"
+        axis = ""
+        for column in range(0, columns.shape[1], TICK_SPACING):
+            axis = axis.ljust(column * width) + str(column * per_column)
+        yield Text(" " * margin + axis, style="dim", no_wrap=True)
+        caption = (
+            f"{style.name}: p({display_token(self.record.answer)}) {self.record.clean:.1%} clean, "
+            f"{self.record.corrupted:.1%} corrupted"
         )
+        if best := highest_cells(cells, 1):
+            caption += f", up to {cells[best[0]]:.1%} restored"
+        yield Text(caption, style="dim")
 
 
-def layer_groups(layers: int, columns: int) -> list[np.ndarray]:
-    """The layers that share a column: one each, or more where there are too few columns."""
-    size = -(-layers // columns)
-    return [np.arange(start, min(start + size, layers)) for start in range(0, layers, size)]
-
-
-def pooled(cells: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """The highest measured cell of each group of layers."""
-    lowest = np.where(np.isnan(cells), -np.inf, cells)
-    best = np.stack([lowest[:, group].max(axis=1) for group in groups], axis=1)
-    return np.where(np.isinf(best), np.nan, best)
-
-
-def shades_of(cells: np.ndarray, low: float) -> np.ndarray:
-    """How dark each cell is: 0 at the corrupted score or below, 1 at the highest cell."""
-    high = np.max(cells, initial=low + 1e-3, where=~np.isnan(cells))
-    return np.clip((cells - low) / (high - low), 0, 1)
-
-
-def block(shade: float, width: int, shades: tuple[RGB, RGB, RGB] | None) -> Text:
-    """One cell: a coloured block, or a character; blank where it was not measured."""
+def heatmap_cell(shade: float, width: int, colors: tuple[RGB, RGB, RGB] | None) -> Text:
+    """One cell: a coloured block, or a character without colours; blank if not measured."""
     if np.isnan(shade):
         return Text(" " * width)
-    if shades is None:
+    if colors is None:
         return Text(RAMP[round(shade * (len(RAMP) - 1))] * width)
-    return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed(shade, shades))))
+    lightest_to_darkest = (0, 0.5, 1)
+    channels = zip(*colors, strict=True)
+    rgb = (round(np.interp(shade, lightest_to_darkest, channel)) for channel in channels)
+    return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
 
 
-def mixed(shade: float, shades: tuple[RGB, RGB, RGB]) -> tuple[int, int, int]:
-    """The colour between the lightest, middle and darkest."""
-    channels = np.array(shades).T
-    red, green, blue = (round(np.interp(shade, (0, 0.5, 1), channel)) for channel in channels)
-    return red, green, blue
-
-
-def layer_axis(groups: Sequence[np.ndarray], width: int) -> str:
-    """The layers' numbers below their columns."""
-    line = ""
-    for column in range(0, len(groups), AXIS_EVERY):
-        line = line.ljust(column * width) + str(groups[column][0])
-    return line
-
-
-def fitted(label: str, width: int) -> str:
-    """A label of exactly this many columns; wide characters count twice."""
+def align_right(label: str, width: int) -> str:
+    """The label in exactly `width` columns, of which wide characters take two."""
     if cell_len(label) <= width:
         return " " * (width - cell_len(label)) + label
     star = "*" if label.endswith("*") else ""
     return set_cell_size(label, width - 1 - len(star)) + "…" + star
 
 
+# ---- edits
+
 NEW, OLD = "bold green", "yellow"
+"""Styles of the new and the old object."""
+MAX_SETTING = 56
+"""Characters of a setting's value."""
 
 
-def headline(record: EditRecord) -> Text:
-    """The fact, with its old and its new object."""
-    line = Text(plain(f"{record.fact.text} "), style="bold")
-    line.append(plain(record.true or "?"), style=OLD)
-    line.append(" → ")
-    line.append(plain(record.fact.target or ""), style=NEW)
-    return line
+def fact_text(record: EditRecord) -> Text:
+    """The prompt with its old and new object: "The Eiffel Tower is in Paris → Rome"."""
+    text = Text(printable(f"{record.fact.text} "), style="bold")
+    text.append(printable(record.true or "?"), style=OLD)
+    text.append(" → ")
+    text.append(printable(record.fact.target or ""), style=NEW)
+    return text
 
 
 def scores_table(record: EditRecord) -> Table:
-    """Every prompt's probabilities before → after, by kind of prompt."""
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("prompt", ratio=1, overflow="fold")
+    """Probabilities and predictions before and after the edit, grouped by kind of prompt."""
+    table = _full_width_table("prompt")
     table.add_column(Text(f"P({display_token(record.own.new)})"), justify="right", no_wrap=True)
-    table.add_column(Text(f"P({old_name(record.prompts)})"), justify="right", no_wrap=True)
-    table.add_column("likeliest", overflow="fold", max_width=22)
-    for kind, heading in HEADINGS.items():
-        some = record.of_kind(kind)
-        if some and kind != "prompt":
+    old = old_object_label(record.prompts)
+    table.add_column(Text(f"P({old})"), justify="right", no_wrap=True)
+    table.add_column("prediction", overflow="fold", max_width=22)
+    for kind, heading in PROMPT_HEADINGS.items():
+        prompts = record.of_kind(kind)
+        if prompts and kind != "prompt":
             table.add_section()
             table.add_row(Text(heading, style="dim italic"))
-        for scores in some:
-            table.add_row(*_row(scores))
+        for prompt in prompts:
+            before, after = prompt.before, prompt.after
+            prediction = display_token(before.top)
+            if before.top != after.top:
+                prediction += f" → {display_token(after.top)}"
+            table.add_row(
+                Text(printable(prompt.text)),
+                _change(before.new, after.new),
+                _change(before.old, after.old),
+                Text(prediction),
+            )
     return table
 
 
-def _row(scores: PromptScores) -> tuple[Text, ...]:
-    before, after = scores.before, scores.after
-    said = display_token(before.top)
-    if before.top != after.top:
-        said += f" → {display_token(after.top)}"
-    return (
-        Text(plain(scores.text)),
-        _arrow(before.new, after.new),
-        _arrow(before.old, after.old),
-        Text(said),
-    )
+def facts_table(records: Iterable[EditRecord]) -> Table:
+    """One line per fact of an edit, with means over its paraphrases and neighbours."""
+    table = _full_width_table("fact", "P(new)", "paraphrases", "neighbours")
+    table.caption = "paraphrases: mean P(new); neighbours: mean P(old)"
+    means = {"prompt": "new", "paraphrase": "new", "neighbour": "old"}
+    for record in records:
+        fact = fact_text(record)
+        fact.stylize("not bold")
+        changes = (mean_change(record.of_kind(kind), which) for kind, which in means.items())
+        table.add_row(fact, *(_change(*(change or (None, None))) for change in changes))
+    return table
 
 
-def _arrow(before: float | None, after: float | None) -> Text:
-    """A probability before → after, as wide in every row."""
+def applied_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """P(new) of facts of several edits: before, with the fact's edit alone, with all edits."""
+    columns = ("before", "alone", "together")
+    table = _full_width_table("fact", *columns)
+    for row in rows:
+        fact = Text(printable(row["text"] + " "))
+        fact.append(printable(row["target"] or ""), style=NEW)
+        table.add_row(fact, *(percent(row[name]) for name in columns))
+    return table
+
+
+def _full_width_table(first: str, *numbers: str) -> Table:
+    """A table whose first column takes the space that the others leave."""
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, ratio=1, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _change(before: float | None, after: float | None) -> Text:
+    """A probability before → after, padded so that arrows align."""
     if before is None or after is None:
         return Text("–")
     return Text(f"{percent(before)} → {percent(after):>6}")
 
 
 def generations_table(record: EditRecord) -> Group:
-    """Each text's continuation before and after, side by side, the objects marked."""
+    """Generated texts before and after the edit, with the objects highlighted."""
     new, old = (record.own.new,), (record.own.old or "",)
-    return Group(*(side_by_side(generation, new, old) for generation in record.generations))
+    return Group(*(generation_table(generation, new, old) for generation in record.generations))
 
 
-def side_by_side(generation: Generation, new: Iterable[str] = (), old: Iterable[str] = ()) -> Table:
-    """A text's continuation before and after, with the new and the old objects marked."""
-    title = Text(plain(generation.text) + " …", style="italic")
+def generation_table(
+    generation: Generation, new: Iterable[str] = (), old: Iterable[str] = ()
+) -> Table:
+    """A generated text before and after side by side, with new and old objects highlighted."""
+    title = Text(printable(generation.text) + " …", style="italic")
     table = Table(title=title, title_justify="left", expand=True, box=box.SIMPLE_HEAD,
                   show_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
     table.add_column("before", ratio=1, overflow="fold")
     table.add_column("after", ratio=1, overflow="fold")
-    words = {**dict.fromkeys(old, OLD), **dict.fromkeys(new, NEW)}
-    table.add_row(marked(generation.before, words), marked(generation.after, words))
+    styles = {**dict.fromkeys(old, OLD), **dict.fromkeys(new, NEW)}
+    texts = [Text(printable(text.strip())) for text in (generation.before, generation.after)]
+    for word, style in styles.items():
+        if word.strip():
+            whole_word = rf"(?<!\w){re.escape(printable(word.strip()))}(?!\w)"
+            for text in texts:
+                text.highlight_regex(whole_word, style)
+    table.add_row(*texts)
     return table
 
 
-def marked(text: str, words: Mapping[str, str]) -> Text:
-    """A continuation with some words in their colours."""
-    line = Text(plain(text.strip()))
-    for word, style in words.items():
-        if word.strip():
-            line.highlight_regex(rf"(?<!\w){re.escape(plain(word.strip()))}(?!\w)", style)
-    return line
-
-
-def rails_table(checks: Mapping[str, Any]) -> Table | Text:
-    """The guard rails with their limits."""
+def checks_table(checks: Mapping[str, Any]) -> Table | Text:
+    """The edit checks with their limits."""
     if not checks:
-        return Text("guard rails: not measured", style="dim")
+        return Text("edit checks: not measured", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for rail in check_rows(checks):
-        style = "" if rail.kept else "bold red"
+    for check in check_rows(checks):
+        style = "" if check.passed else "bold red"
         table.add_row(
-            Text(rail.name, style="dim"), Text(rail.value, style=style), Text(rail.limit),
-            Text("" if rail.kept else "broken", style=style),
+            Text(check.name, style="dim"), Text(check.value, style=style), Text(check.limit),
+            Text("" if check.passed else "failed", style=style),
         )  # fmt: skip
     return table
 
 
-def places_table(changed_weights: Sequence[ChangedWeight]) -> Text:
-    """Where it is written, a line for each weight."""
-    return Text("\n").join([Text(plain(weight_label(place))) for place in changed_weights])
-
-
-def facts_table(records: Iterable[EditRecord]) -> Table:
-    """Many facts of one edit, a line each, with the means of their paraphrases and neighbours."""
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("fact", ratio=1, overflow="fold")
-    table.add_column("P(new)", justify="right", no_wrap=True)
-    for column in ("paraphrases", "neighbours"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for record in records:
-        table.add_row(headline_plain(record), *_means(record))
-    table.caption = "paraphrases: mean P(new); neighbours: mean P(old)"
-    return table
-
-
-def applied_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Facts of several edits: the new object without, with its own edit, with all of them."""
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("fact", ratio=1, overflow="fold")
-    for column in ("before", "alone", "together"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        fact = Text(plain(row["text"] + " "))
-        fact.append(plain(row["target"] or ""), style=NEW)
-        table.add_row(fact, *(percent(row[name]) for name in ("before", "alone", "together")))
-    return table
+def changed_weights_text(weights: Sequence[ChangedWeight]) -> Text:
+    """One line per changed weight."""
+    return Text("\n").join(Text(printable(weight_label(weight))) for weight in weights)
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:
-    """How an edit was made; of a long list only how long it is."""
+    """The settings of an edit; long values are cut, and long lists end with their length."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in flat(settings):
-        table.add_row(Text(name), Text(plain(brief(value))))
+    for name, value in flatten_settings(settings):
+        text = setting_text(value)
+        if len(text) > MAX_SETTING:
+            length = f" {len(value)} in all" if isinstance(value, list | tuple) else ""
+            text = f"{text[: MAX_SETTING - len(length) - 1]}…{length}"
+        table.add_row(Text(name), Text(printable(text)))
     return table
-
-
-def headline_plain(record: EditRecord) -> Text:
-    """The same without bold."""
-    line = headline(record)
-    line.stylize("not bold")
-    return line
-
-
-def _means(record: EditRecord) -> Iterator[Text]:
-    for kind, which in (("prompt", "new"), ("paraphrase", "new"), ("neighbour", "old")):
-        change = change_of(record.of_kind(kind), which)
-        yield Text("–") if change is None else _arrow(*change)
-
-
-def plain(text: str) -> str:
-    """Text of a model on one line, what cannot be seen made visible."""
-    return "".join(visible(character) for character in text)

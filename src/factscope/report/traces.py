@@ -32,10 +32,11 @@ from factscope.report.figures import (
     traces_figure,
 )
 from factscope.report.html import embed_figure, image_uri, render
-from factscope.report.style import KIND_STYLES, display_token, layer_ticks, token_labels
+from factscope.report.labels import KIND_STYLES, display_token, token_labels
+from factscope.report.style import layer_ticks
 from factscope.report.tables import (
+    all_effects_table,
     as_csv,
-    cells_table,
     effects_table,
     severed_table,
     summary_table,
@@ -73,7 +74,7 @@ def write_trace_report(
         files += write_figure(average_lines(averages), folder / "average_lines")
         files += write_table(summary_table(averages), folder / "summary")
         files += write_table(effects_table(averages), folder / "peaks")
-        files += write_texts(folder, {"effects.csv": as_csv(cells_table(averages))})
+        files += write_texts(folder, {"effects.csv": as_csv(all_effects_table(averages))})
     if has_severed(records):
         comparison = severed_comparison(records)
         files += write_figure(severed_figure(comparison), folder / "severed")
@@ -214,7 +215,7 @@ def _heatmap(record: TraceRecord, kind: str) -> dict[str, Any]:
             f"{100 * cells[token, layer]:.1f}\u00a0%"
         )
     return {
-        "title": f"Impact of restoring {KIND_STYLES[kind].what}",
+        "title": f"Impact of restoring {KIND_STYLES[kind].label}",
         "tokens": tokens,
         "image": image_uri(_heatmap_png(record, kind)),
         # Each layer's number is centred below its column; positions are percentages of the width.

@@ -11,7 +11,7 @@ from factscope.io import write_atomic
 from factscope.records import TrainingRecord
 from factscope.report.figures.training import training_figure
 from factscope.report.html import embed_figure, render
-from factscope.report.labels import DATA, editor_name, training_title
+from factscope.report.labels import dataset_name, editor_name, training_title
 from factscope.report.tables import Cell, Marked, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure
 
@@ -85,7 +85,7 @@ def training_page(curve: TrainingCurve) -> str:
     title = training_title(curve)
     numbers = {
         "method": editor_name(curve.method),
-        "data": DATA.get(curve.data, curve.data),
+        "data": dataset_name(curve.data),
         "steps": str(curve.steps),
         "minutes": f"{curve.minutes:.1f}",
         "best step": str(curve.best.step),
