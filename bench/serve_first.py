@@ -1,8 +1,8 @@
-"""Seconds until the page has its first cell: the default model, a prompt of ten tokens.
+"""Time until the page gets the first cells of a trace: default model, prompt of ten tokens.
 
     python bench/serve_first.py [--threads 2] [--times 3]
 
-The server is a process of its own; the model is loaded before the clock starts.
+The server runs in a separate process; loading the model is not timed.
 """
 
 import argparse
@@ -19,18 +19,18 @@ PROMPT = {"prompt": "The Eiffel Tower is located in the city of", "subject": "Th
 
 
 def first_cell(address: str, seed: int) -> tuple[float, float]:
-    """Seconds to the first cells, and to the first whole map, of a trace."""
-    body = {**PROMPT, "corruption": {"samples": 10, "seed": seed}}
-    begin, first, rows = time.perf_counter(), None, 0
-    with httpx.stream("POST", f"{address}/api/locate", json=body, timeout=600) as answer:
-        for line in answer.iter_lines():
+    """Seconds to the first cells and to the first complete heat map of a trace."""
+    body = {**PROMPT, "settings": {"samples": 10, "seed": seed}}
+    start, first, rows = time.perf_counter(), None, 0
+    with httpx.stream("POST", f"{address}/api/traces", json=body, timeout=600) as response:
+        for line in response.iter_lines():
             event = json.loads(line)
             if event["event"] == "cells":
-                first = first or time.perf_counter() - begin
+                first = first or time.perf_counter() - start
                 rows += event["kind"] == "states"
                 if rows == 10:
-                    return first, time.perf_counter() - begin
-    raise RuntimeError("the trace ended without a map")
+                    return first, time.perf_counter() - start
+    raise RuntimeError("the trace ended without a complete heat map")
 
 
 def main() -> None:
@@ -41,9 +41,9 @@ def main() -> None:
     args = parser.parse_args()
     with server("--model", args.model, "--device", "cpu", threads=args.threads) as (address, _):
         found = [first_cell(address, seed) for seed in range(args.times)]
-    first, whole = (statistics.median(times) for times in zip(*found, strict=True))
-    print(f"first cells after {first:.2f} s, the states' map of one sample after {whole:.2f} s")
-    print(f"(median of {args.times}, {args.threads} threads, the first request included)")
+    first, complete = (statistics.median(times) for times in zip(*found, strict=True))
+    print(f"first cells after {first:.2f} s, heat map of states after {complete:.2f} s (1 sample)")
+    print(f"(median of {args.times} requests, the first included; {args.threads} threads)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`factscope serve` as a process of its own, for the benchmarks of the page."""
+"""`factscope serve` in a separate process, for the benchmarks of the server."""
 
 import os
 import re
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["resident", "server"]
+__all__ = ["resident_mib", "server"]
 
 
 @contextmanager
-def server(*words: str, threads: int = 1) -> Iterator[tuple[str, int]]:
-    """The address and the process number of a server that is up inside the block."""
-    command = [sys.executable, "-m", "factscope", "serve", "--port", "0", *words]
+def server(*flags: str, threads: int = 1) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server that runs inside the block."""
+    command = [sys.executable, "-m", "factscope", "serve", "--port", "0", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "200"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -26,8 +26,8 @@ def server(*words: str, threads: int = 1) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-def resident(pid: int) -> float:
-    """The memory of a process, in MiB."""
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process in MiB."""
     with open(f"/proc/{pid}/status", encoding="ascii") as status:
         line = next(line for line in status if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024

@@ -1,4 +1,4 @@
-"""A real browser without a window, for pages that must work in one."""
+"""Headless Chromium, driven by selenium."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ __all__ = ["browser"]
 
 @contextmanager
 def browser(downloads: Path, width: int = 1280, height: int = 900) -> Iterator[Chrome]:
-    """Chromium, for as long as the `with` block; what is downloaded goes into the folder.
+    """Chromium inside the block; downloads go to the folder.
 
-    A missing browser is a failure: what is not tested here is not tested anywhere.
+    If it is not installed, tests fail instead of being skipped: nothing else tests the pages.
     """
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:

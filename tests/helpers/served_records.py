@@ -1,22 +1,25 @@
-"""Records on a server, and traces that never end."""
+"""Evaluation runs for a server to show, and traces that never end."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from factscope.serve.sessions import ServerState
-
 from serving import TOWER
+
+__all__ = ["case_record", "endless_traces", "write_evaluation"]
 
 
 def case_record(method: str, new: float) -> dict[str, Any]:
-    asked = {"new": abs(new), "true": 1.0, "new_correct": True, "true_correct": False}
+    """A record of one CounterFact case; its generated text contains markup."""
+    score = {"new": abs(new), "true": 1.0, "new_correct": True, "true_correct": False}
     texts = [f"{TOWER} is in Rome <script>alert(1)</script>"]
     scores = {
-        "prompts": {"prompt": [asked], "paraphrase": [asked], "neighbour": [asked]},
+        "prompts": {"prompt": [score], "paraphrase": [score], "neighbour": [score]},
         "token_correct": {}, "texts": texts, "reference_similarity": None,
     }  # fmt: skip
     fact = {"subject": TOWER, "prompt": "{} is in", "target": "Rome", "id": "7"}
@@ -26,16 +29,24 @@ def case_record(method: str, new: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def slow(served: ServerState, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Make traces endless until they are called off; the event says that one has begun."""
-    begun = threading.Event()
+def write_evaluation(folder: Path, method: str, new: float) -> None:
+    """A run of `factscope evaluate` with one case."""
+    folder.mkdir()
+    spec = f'command = "evaluate"\nmodel = "tiny"\nmethod = "{method}"\ndata = "counterfact"\n'
+    (folder / "spec.toml").write_text(spec)
+    (folder / "records.jsonl").write_text(json.dumps(case_record(method, new)) + "\n")
+
+
+def endless_traces(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Make traces run until they are cancelled; the event is set when one has started."""
+    started = threading.Event()
 
     def endless(*args: Any, progress: Any, **more: Any) -> Iterator[Any]:
-        begun.set()
+        started.set()
         while True:
             time.sleep(0.01)
             progress(0.0)
         yield
 
     monkeypatch.setattr("factscope.serve.routes_trace.stream_trace", endless)
-    return begun
+    return started

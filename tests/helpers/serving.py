@@ -1,4 +1,4 @@
-"""A server on a tiny model in a thread, on a port of its own, as tests need it."""
+"""A server on a tiny model, in a thread and on a free port."""
 
 import socket
 import threading
@@ -11,43 +11,43 @@ import uvicorn
 
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
-from factscope.serve.app import make_app
-from factscope.serve.schemas import ServerLimits
+from factscope.serve.app import create_app
+from factscope.serve.limits import ServerLimits
 from factscope.serve.sessions import ServerState
 
 from families import tiny_model
 from tokenizers_ import tokenizer
 
-__all__ = ["CITY", "TOWER", "listening", "worded"]
+__all__ = ["CITY", "TOWER", "running_server", "serving_lm"]
 
 CITY = "The Eiffel Tower is located in the city of"
 TOWER = "The Eiffel Tower"
 
 
-def worded(family: str = "llama") -> LM:
-    """A tiny model with a real tokenizer, in which an edit of layer 1 keeps the rails."""
-    words = tokenizer(family)
-    model = tiny_model(family, vocabulary=len(words), spread=0.15)
-    return LM(model=model, tokenizer=words, family=family_of(model), name="tiny")
+def serving_lm(family: str = "llama") -> LM:
+    """A tiny model with a trained tokenizer; an edit of its layer 1 passes the checks."""
+    tok = tokenizer(family)
+    model = tiny_model(family, vocabulary=len(tok), spread=0.15)
+    return LM(model=model, tokenizer=tok, family=family_of(model), name="tiny")
 
 
 @contextmanager
-def listening(
+def running_server(
     lm: LM, *, runs: Path | None = None, limits: ServerLimits | None = None
 ) -> Iterator[tuple[str, ServerState]]:
-    """The address of a server that is up inside the block."""
-    served = ServerState(lm=lm, runs=runs, limits=limits or ServerLimits())
-    config = uvicorn.Config(make_app(served), log_level="warning", ws="none")
+    """Address and state of a server that runs inside the block."""
+    state = ServerState(lm=lm, runs=runs, limits=limits)
+    config = uvicorn.Config(create_app(state), log_level="warning", ws="none")
     server = uvicorn.Server(config)
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{door.getsockname()[1]}", served
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", state
         finally:
             server.should_exit = True
             thread.join(timeout=120)

@@ -1,8 +1,6 @@
-"""The page in a real browser, at a desk's width and a phone's; screenshots in build/screenshots."""
+"""The page in Chromium at the widths of a desktop and a phone; screenshots in build/screenshots."""
 
-import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,33 +13,29 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from factscope.serve.schemas import ServerLimits
+from factscope.serve.limits import ServerLimits
 from factscope.serve.sessions import ServerState
 
 from browser import browser
-from served_records import case_record, slow
-from serving import CITY, TOWER, listening, worded
+from served_records import endless_traces, write_evaluation
+from serving import CITY, TOWER, running_server, serving_lm
 
 ROOT = Path(__file__).parents[2]
-SHOTS = Path(os.environ.get("FACTSCOPE_SCREENSHOTS", ROOT / "build" / "screenshots"))
-WIDTHS = {"desk": 1280, "phone": 390}
+SCREENSHOTS = Path(os.environ.get("FACTSCOPE_SCREENSCREENSHOTS", ROOT / "build" / "screenshots"))
+WIDTHS = {"desktop": 1280, "phone": 390}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    for method, new in (("rome", 0.1), ("ft", 2.0)):
-        (folder / method).mkdir()
-        spec = f'command = "evaluate"\nmodel = "tiny"\nmethod = "{method}"\ndata = "counterfact"\n'
-        (folder / method / "spec.toml").write_text(spec)
-        line = json.dumps(case_record(method, new)) + "\n"
-        (folder / method / "records.jsonl").write_text(line)
+    write_evaluation(folder / "rome", "rome", 0.1)
+    write_evaluation(folder / "ft", "ft", 2.0)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(runs: Path) -> Iterator[tuple[str, ServerState]]:
-    with listening(worded(), runs=runs, limits=ServerLimits(written=8)) as found:
+    with running_server(serving_lm(), runs=runs, limits=ServerLimits(max_new_tokens=8)) as found:
         yield found
 
 
@@ -52,17 +46,17 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 class Page:
-    """The page as someone uses it."""
+    """The page and what a user does with it."""
 
     def __init__(self, browser: webdriver.Chrome, address: str, width: str) -> None:
         self.browser, self.address, self.width = browser, address, width
         browser.delete_all_cookies()
         browser.get("about:blank")
-        self._size(900)
+        self._resize(900)
         self.dark(False)
         self.open("")
 
-    def _size(self, height: int) -> None:
+    def _resize(self, height: int) -> None:
         size = {"width": WIDTHS[self.width], "height": height, "deviceScaleFactor": 1}
         size["mobile"] = self.width == "phone"
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -103,19 +97,19 @@ class Page:
         self.js("arguments[0].scrollIntoView({block: 'center'})", element)
         element.click()
 
-    def shot(self, name: str) -> None:
-        """A picture in light and dark; nothing may stick out to the side."""
+    def screenshot(self, name: str) -> None:
+        """Save the page in light and dark mode; it must not scroll horizontally."""
         assert self.js("document.documentElement.scrollWidth") <= WIDTHS[self.width]
-        SHOTS.mkdir(parents=True, exist_ok=True)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         for mode in ("light", "dark"):
             self.dark(mode == "dark")
-            self._size(min(4000, self.js("document.documentElement.scrollHeight")))
-            self.browser.save_screenshot(str(SHOTS / f"{name}-{self.width}-{mode}.png"))
+            self._resize(min(4000, self.js("document.documentElement.scrollHeight")))
+            self.browser.save_screenshot(str(SCREENSHOTS / f"{name}-{self.width}-{mode}.png"))
         self.dark(False)
-        self._size(900)
+        self._resize(900)
 
     def write_prompt(self, text: str, subject: str) -> None:
-        """By keyboard only: type the prompt, then select the subject with Shift and arrows."""
+        """With the keyboard: type the prompt, then select the subject with Shift and arrows."""
         area = self.find("#prompt")
         area.send_keys(Keys.CONTROL, "a")
         area.send_keys(text)
@@ -129,27 +123,27 @@ class Page:
         keys.key_up(Keys.SHIFT).perform()
         self.until(lambda: self.text("#subject .subject") == subject)
 
-    def locate(self) -> None:
-        self.click("#locate .go")
+    def trace(self) -> None:
+        self.click("#trace-form .go")
         self.until(lambda: self.all("#trace-files a"))
 
-    def rewrite(self, target: str) -> None:
+    def edit(self, target: str) -> None:
         before = len(self.all("#edits li"))
-        field = self.find("#rewrite [name=target]")
+        field = self.find("#edit-form [name=target]")
         field.clear()
         field.send_keys(target)
-        self.click("#rewrite .go")
+        self.click("#edit-form .go")
         self.until(lambda: len(self.all("#edits li")) == before + 1)
-        self.until(self.resolve)
+        self.until(self.updated)
 
     @property
-    def quiet(self) -> bool:
-        """Whether no job is under way."""
+    def idle(self) -> bool:
+        """Whether no job is running."""
         return self.js("[...document.querySelectorAll('.status')].every((s) => s.hidden)")
 
-    def resolve(self) -> bool:
-        """Whether that is so and every edit says how it stands."""
-        return self.quiet and all("→" in row for row in self.texts("#edits small"))
+    def updated(self) -> bool:
+        """Whether no job is running and every edit shows its probabilities."""
+        return self.idle and all("→" in row for row in self.texts("#edits small"))
 
 
 @pytest.fixture(params=WIDTHS)
@@ -161,23 +155,24 @@ def page(
     assert severe == []
 
 
-def standing(page: Page, number: int) -> tuple[float, float]:
-    """P(new) of an edit before and with the edits that are on."""
+def probabilities(page: Page, number: int) -> tuple[float, float]:
+    """P(new) of an edit's fact, unedited and with the selected edits."""
     before, after = page.texts("#edits small")[number].rpartition(") ")[2].split(" → ")
     return float(before.strip(" %<")), float(after.strip(" %<"))
 
 
-def test_locate(page: Page) -> None:
-    page.shot("start")
+def test_trace(page: Page) -> None:
+    page.screenshot("start")
     page.write_prompt(CITY, "Eiffel Tower")
-    page.locate()
-    assert len(page.all("#heats .heat")) == 3
+    page.trace()
+    assert len(page.all("#heatmaps .heat")) == 3
     assert page.js(
-        "[...document.querySelectorAll('#heats output')].every((o) => /layer/.test(o.textContent))"
+        "[...document.querySelectorAll('#heatmaps output')]"
+        ".every((output) => /layer/.test(output.textContent))"
     )
-    cells = page.find("#heats .cells")
+    cells = page.find("#heatmaps .cells")
     cells.send_keys(Keys.ARROW_UP, Keys.ARROW_RIGHT)
-    read = page.text("#heats output")
+    read = page.text("#heatmaps output")
     assert "layer 1" in read
     assert "effect" in read
     page.click("#sever")
@@ -188,74 +183,74 @@ def test_locate(page: Page) -> None:
             "/layer/.test(document.querySelector('#gradients output')?.textContent ?? '')"
         )
     )
-    page.until(lambda: page.quiet)
-    page.shot("locate")
+    page.until(lambda: page.idle)
+    page.screenshot("trace")
 
 
-def test_hovering_tells_the_numbers(page: Page) -> None:
-    page.locate()
-    cells = page.find("#heats .cells")
+def test_hovering_shows_the_value_of_a_cell(page: Page) -> None:
+    page.trace()
+    cells = page.find("#heatmaps .cells")
     page.js("arguments[0].scrollIntoView({block: 'center'})", cells)
     ActionChains(page.browser).move_to_element(cells).perform()
-    assert "· layer 1 ·" in page.text("#heats output")
+    assert "· layer 1 ·" in page.text("#heatmaps output")
 
 
-def test_edit_and_switch_it_off(page: Page) -> None:
-    page.locate()
-    cells = page.all("#heats .cells")[1]
+def test_edits_can_be_switched_off(page: Page) -> None:
+    page.trace()
+    cells = page.all("#heatmaps .cells")[1]
     page.js("arguments[0].scrollIntoView({block: 'center'})", cells)
     ActionChains(page.browser).move_to_element(cells).click().perform()  # the middle: layer 1
     page.until(lambda: page.find("#view-edit").is_displayed())
     assert page.text("#layers [aria-checked=true]").strip() == "1"
-    page.rewrite("Rome")
-    before, after = standing(page, 0)
+    page.edit("Rome")
+    before, after = probabilities(page, 0)
     assert after > before
-    page.rewrite("London")
-    question = page.find("#ask input")
-    question.send_keys(CITY, Keys.ENTER)
-    page.until(lambda: page.all("#answer .both"))
-    page.until(page.resolve)
-    page.shot("edit")
-    for number in (1, 2):  # by keyboard: whoever turns a switch stays on it
+    page.edit("London")
+    field = page.find("#predict-form input")
+    field.send_keys(CITY, Keys.ENTER)
+    page.until(lambda: page.all("#prediction .both"))
+    page.until(page.updated)
+    page.screenshot("edit")
+    for number in (1, 2):  # with the keyboard; the focus stays on the switch
         page.js(f"document.querySelector('#edits li:nth-child({number}) input').focus()")
         ActionChains(page.browser).send_keys(Keys.SPACE).perform()
-        page.until(page.resolve)
+        page.until(page.updated)
         assert page.js("document.activeElement.dataset.key") == f"switch {number}"
     for number in range(2):
-        before, after = standing(page, number)
+        before, after = probabilities(page, number)
         assert after == before
-    assert page.all("#answer mark.diff") == []
+    assert page.all("#prediction mark.diff") == []
     page.click("#edits li:nth-child(1) input")
-    page.until(lambda: standing(page, 0)[1] > standing(page, 0)[0])
+    page.until(lambda: probabilities(page, 0)[1] > probabilities(page, 0)[0])
 
 
-def test_a_link_restores_what_was_seen(page: Page) -> None:
+def test_a_link_restores_a_trace(page: Page) -> None:
     page.write_prompt(CITY, "Eiffel Tower")
     field = page.find("[name=samples]")
     field.clear()
     field.send_keys("2")
-    page.locate()
-    runs = page.text("#runs")
+    page.trace()
+    baseline = page.text("#baseline")
     link = page.js("location.hash")
     page.browser.delete_all_cookies()
     page.open(link)
     page.until(lambda: page.all("#trace-files a"))
     assert page.text("#subject .subject") == "Eiffel Tower"
     assert page.find("[name=samples]").get_attribute("value") == "2"
-    assert page.text("#runs") == runs
+    assert page.text("#baseline") == baseline
 
 
-def test_a_link_makes_the_edits_again_for_someone_else(page: Page) -> None:
+def test_a_link_restores_edits_in_another_session(page: Page) -> None:
     page.open("#/edit")
     page.click("#layers button:nth-child(2)")
-    page.rewrite("Rome")
+    page.edit("Rome")
     page.click("#edits input")
-    page.until(page.resolve)
-    link, fact = page.js("location.hash"), page.text("#edits .words .subject")
+    page.until(page.updated)
+    link, fact = page.js("location.hash"), page.text("#edits .fact .subject")
     page.browser.delete_all_cookies()
     page.open(link)
-    page.until(page.resolve)
-    assert page.text("#edits .words .subject") == fact
+    page.until(page.updated)
+    assert page.text("#edits .fact .subject") == fact
     assert not page.find("#edits input").is_selected()
 
 
@@ -271,51 +266,51 @@ def test_compare(page: Page) -> None:
         "[...document.querySelectorAll('#compared img')].every((i) => i.complete && i.naturalWidth)"
     )
     page.until(lambda: page.js(loaded))
-    page.shot("compare")
+    page.screenshot("compare")
     page.open(page.js("location.hash"))
     page.until(lambda: page.all("#compared .both"))
 
 
-def test_markup_is_text_everywhere(page: Page) -> None:
+def test_markup_is_shown_as_text(page: Page) -> None:
     page.js("window.ran = false")
-    evil = "<img src=x onerror=ran=true> is in"
-    page.write_prompt(evil, "<img src=x")
-    page.locate()
+    markup = "<img src=x onerror=ran=true> is in"
+    page.write_prompt(markup, "<img src=x")
+    page.trace()
     page.open("#/edit")
-    page.write_prompt(evil, "<img src=x")
+    page.write_prompt(markup, "<img src=x")
     page.click("#layers button:nth-child(2)")
-    page.rewrite("<b>Rome</b>")
+    page.edit("<b>Rome</b>")
     assert "<b>Rome</b>" in page.text("#edits")
     assert page.js("window.ran !== true")
     assert page.js("document.querySelectorAll('main img[src=x], #edits b').length") == 0
 
 
-def test_errors_are_words_on_the_page(page: Page) -> None:
+def test_error_messages_on_the_page(page: Page) -> None:
     page.find("#prompt").send_keys(Keys.CONTROL, "a")
-    page.find("#prompt").send_keys("Nothing is marked")
-    page.click("#locate .go")
-    assert "subject" in page.text("#locate-status")
+    page.find("#prompt").send_keys("Nothing is selected")
+    page.click("#trace-form .go")
+    assert "subject" in page.text("#trace-status")
     page.write_prompt("The " + "word " * 70, "word")
-    page.click("#locate .go")
-    page.until(lambda: "tokens" in page.text("#locate-status"))
+    page.click("#trace-form .go")
+    page.until(lambda: "tokens" in page.text("#trace-status"))
 
 
-def test_cancel_stops_the_work(
+def test_the_cancel_button_stops_the_job(
     page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: threading.Event = slow(server[1], monkeypatch)
+    started = endless_traces(monkeypatch)
     field = page.find("[name=seed]")
     field.clear()
     field.send_keys("77")
-    page.click("#locate .go")
-    assert begun.wait(10)
-    page.until(lambda: page.all("#locate-status button"))
-    page.click("#locate-status button")
+    page.click("#trace-form .go")
+    assert started.wait(10)
+    page.until(lambda: page.all("#trace-status button"))
+    page.click("#trace-status button")
     page.until(lambda: len(server[1].queue) == 0)
-    assert page.text("#locate-status") == "cancelled"
+    assert page.text("#trace-status") == "cancelled"
 
 
-def test_every_control_has_a_name_and_can_be_reached(page: Page) -> None:
+def test_all_controls_have_a_label_and_can_be_focused(page: Page) -> None:
     unnamed = """[...document.querySelectorAll('button, input, select, textarea')].filter((e) =>
         !(e.labels?.length || e.ariaLabel || e.textContent.trim())).map((e) => e.outerHTML)"""
     assert page.js(unnamed) == []
@@ -325,5 +320,5 @@ def test_every_control_has_a_name_and_can_be_reached(page: Page) -> None:
         name = page.js("((e) => e.name || e.id || e.textContent)(document.activeElement)")
         seen.add(name.strip())
         ActionChains(page.browser).send_keys(Keys.TAB).perform()
-    assert {"prompt", "distribution", "samples", "window", "Locate", "Edit", "Compare"} <= seen
+    assert {"prompt", "distribution", "samples", "window", "Trace", "Edit", "Compare"} <= seen
     assert TOWER in seen  # an example

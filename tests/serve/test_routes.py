@@ -1,10 +1,9 @@
-"""The server: streams, edits of one visitor alone, runs, and everything that must be refused."""
+"""The server's routes: event streams, edits per session, runs, invalid and forbidden requests."""
 
 import io
 import json
 import socket
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -16,52 +15,55 @@ import numpy as np
 import pytest
 import torch
 
-from factscope.analysis.metrics import Summary, summaries
+from factscope.analysis.metrics import Summary, summarize
 from factscope.editing.edit import Edit
 from factscope.editing.per_row import edited
 from factscope.errors import ServerBusy
 from factscope.evaluation.before_after import before_after
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
-from factscope.records import CaseRecord, EditRecord, TraceRecord
-from factscope.serve import routes_runs as compare
-from factscope.serve.schemas import ServerLimits
+from factscope.records import CaseRecord, EditRecord, TraceRecord, write_records
+from factscope.serve import routes_runs
+from factscope.serve.limits import ServerLimits
+from factscope.serve.schemas import EDIT_SETTINGS, METHODS, TRACE_SETTINGS
 from factscope.serve.security import HEADERS
 from factscope.serve.sessions import ServerState, Sessions
+from factscope.settings import settings_of
 from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import trace
 
 from commands import Run, runner, saved_model
-from served_records import case_record, slow
-from serving import CITY, TOWER, listening, worded
+from served_records import case_record, endless_traces, write_evaluation
+from serving import CITY, TOWER, running_server, serving_lm
 
 FACT = {"prompt": CITY, "subject": TOWER}
-QUICK = {**FACT, "corruption": {"samples": 2}, "window": 2}
+TRACE = {**FACT, "settings": {"samples": 2, "window": 2}}
 EDIT = {**FACT, "target": "Rome", "layer": 1, "without_statistics": True}
-LIMITS = ServerLimits(waiting=6, each=3, edits=4, written=5)
+LIMITS = ServerLimits(max_jobs=6, max_jobs_per_session=3, max_edits=4, max_new_tokens=5)
 
 
 @pytest.fixture(scope="module")
 def lm() -> LM:
-    return worded()
+    return serving_lm()
 
 
 @pytest.fixture(scope="module")
 def address(lm: LM, runs: Path) -> Iterator[tuple[str, ServerState]]:
-    with listening(lm, runs=runs, limits=LIMITS) as found:
+    with running_server(lm, runs=runs, limits=LIMITS) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two evaluations, a run that cannot be read, and a file."""
+def runs(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two evaluations, a run of traces, a broken run, and a file."""
     folder = tmp_path_factory.mktemp("runs")
-    for method, new in (("rome", -0.1), ("ft", 2.0)):
-        path = folder / method
-        path.mkdir()
-        spec = f'command = "evaluate"\nmodel = "tiny"\nmethod = "{method}"\ndata = "counterfact"\n'
-        (path / "spec.toml").write_text(spec)
-        (path / "records.jsonl").write_text(json.dumps(case_record(method, new)) + "\n")
+    write_evaluation(folder / "rome", "rome", -0.1)
+    write_evaluation(folder / "ft", "ft", 2.0)
+    (folder / "traces").mkdir()
+    (folder / "traces" / "spec.toml").write_text('command = "trace"\nmodel = "tiny"\n')
+    fact = Fact(subject=TOWER, prompt="{} is located in the city of")
+    record = trace(lm, fact, Tracing(corruption=Corruption(samples=2)))
+    write_records(folder / "traces" / "records.jsonl", [record])
     (folder / "broken").mkdir()
     (folder / "broken" / "spec.toml").write_text("command = ")
     (folder / "note.txt").write_text("secret")
@@ -72,34 +74,35 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(address: tuple[str, ServerState]) -> Iterator[httpx.Client]:
-    """A visitor."""
-    with httpx.Client(base_url=address[0], timeout=60) as visitor:
-        visitor.get("/")
-        yield visitor
+    """A client with a session of its own."""
+    with httpx.Client(base_url=address[0], timeout=60) as client:
+        client.get("/")
+        yield client
 
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return [json.loads(line) for line in answer.text.splitlines()]
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
 
 
-def refused(answer: httpx.Response, status: int, *words: str) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    for word in words:
-        assert word in error["message"]
+def check_error(response: httpx.Response, status: int, *parts: str) -> dict[str, Any]:
+    """Check status and parts of the message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    for part in parts:
+        assert part in error["message"]
     return error
 
 
-# ---- locate
+# ---- traces
 
 
-def test_a_trace_comes_in_pieces_and_ends_as_the_trace(client: httpx.Client, lm: LM) -> None:
-    found = events(client, "/api/locate", QUICK)
+def test_the_stream_of_a_trace_ends_with_the_record_of_trace(client: httpx.Client, lm: LM) -> None:
+    found = events(client, "/api/traces", TRACE)
     kinds = [event["event"] for event in found]
-    assert kinds[0] == "place"
-    assert kinds.index("runs") < kinds.index("cells") < kinds.index("record")
+    assert kinds[0] == "queued"
+    assert kinds.index("baseline") < kinds.index("cells") < kinds.index("record")
     assert kinds[-1] == "record"
     settings = Tracing(corruption=Corruption(samples=2), window=2)
     whole = trace(lm, Fact(subject=TOWER, prompt="{} is located in the city of"), settings)
@@ -109,14 +112,16 @@ def test_a_trace_comes_in_pieces_and_ends_as_the_trace(client: httpx.Client, lm:
     assert found[-1]["corrupted"] == pytest.approx(whole.corrupted)
 
 
-def test_a_trace_that_is_known_is_answered_at_once_and_grows(client: httpx.Client) -> None:
-    body = {**QUICK, "window": 1}
-    first = events(client, "/api/locate", body)[-1]
-    again = events(client, "/api/locate", body)
+def test_a_cached_trace_is_returned_at_once_and_gains_tables(client: httpx.Client) -> None:
+    body = {**FACT, "settings": {"samples": 2, "window": 1}}
+    first = events(client, "/api/traces", body)[-1]
+    again = events(client, "/api/traces", body)
     assert [event["event"] for event in again] == ["record"]
     assert again[0] == first
+    text = events(client, "/api/traces", {**FACT, "settings": {"samples": "2", "window": "1"}})
+    assert text == again
     more = events(
-        client, "/api/locate", {**body, "tables": ["states severed mlp", "gradients mlp"]}
+        client, "/api/traces", {**body, "tables": ["states severed mlp", "gradients mlp"]}
     )
     assert set(more[-1]["tables"]["restored"]) == {"states", "mlp", "attn"}
     assert set(more[-1]["tables"]["severed"]) == {"mlp"}
@@ -124,8 +129,8 @@ def test_a_trace_that_is_known_is_answered_at_once_and_grows(client: httpx.Clien
     assert {e["table"] for e in more if e["event"] == "cells"} == {"severed", "gradients"}
 
 
-def test_a_trace_can_be_taken_away(client: httpx.Client) -> None:
-    name = events(client, "/api/locate", QUICK)[-1]["name"]
+def test_a_trace_can_be_downloaded(client: httpx.Client) -> None:
+    name = events(client, "/api/traces", TRACE)[-1]["name"]
     record = TraceRecord.from_json(client.get(f"/api/traces/{name}/record.json").text)
     assert record.fact.text == CITY
     for file, head in (
@@ -137,14 +142,14 @@ def test_a_trace_can_be_taken_away(client: httpx.Client) -> None:
         assert answer.content.startswith(head)
         assert answer.headers["content-disposition"].startswith("attachment")
     assert "Eiffel" in client.get(f"/api/traces/{name}/page.html").text
-    refused(client.get(f"/api/traces/{name}/passwd"), 404, "record.json")
-    refused(client.get("/api/traces/nothing/record.json"), 404, "trace it again")
+    check_error(client.get(f"/api/traces/{name}/passwd"), 404, "record.json")
+    check_error(client.get("/api/traces/nothing/record.json"), 404, "trace the fact again")
 
 
 # ---- edits
 
 
-def test_an_edit_is_its_visitors_alone(
+def test_an_edit_belongs_to_its_session(
     address: tuple[str, ServerState], client: httpx.Client
 ) -> None:
     made = events(client, "/api/edits", EDIT)[-1]["edit"]
@@ -152,9 +157,9 @@ def test_an_edit_is_its_visitors_alone(
     assert client.get("/api/edits").json()["edits"] == [made]
     with httpx.Client(base_url=address[0]) as other:
         assert other.get("/api/edits").json() == {"edits": []}
-        refused(other.get(f"/api/edits/{made['id']}/record.json"), 404, "you have no edit")
-        refused(other.post("/api/ask", json={"edits": [made["id"]]}), 404)
-        refused(other.delete(f"/api/edits/{made['id']}"), 404)
+        check_error(other.get(f"/api/edits/{made['id']}/record.json"), 404, "you have no edit")
+        check_error(other.post("/api/predict", json={"edits": [made["id"]]}), 404)
+        check_error(other.delete(f"/api/edits/{made['id']}"), 404)
     assert client.delete(f"/api/edits/{made['id']}").status_code == 200
     assert client.get("/api/edits").json() == {"edits": []}
 
@@ -162,45 +167,48 @@ def test_an_edit_is_its_visitors_alone(
 def test_no_weight_is_written(client: httpx.Client, lm: LM) -> None:
     before = {name: weight.clone() for name, weight in lm.model.named_parameters()}
     made = events(client, "/api/edits", EDIT)[-1]["edit"]
-    events(client, "/api/ask", {"prompts": [CITY], "edits": [made["id"]], "tokens": 3})
+    events(client, "/api/predict", {"prompts": [CITY], "edits": [made["id"]], "max_new_tokens": 3})
     for name, weight in lm.model.named_parameters():
         assert torch.equal(weight, before[name])
     assert not any(m._forward_hooks for m in lm.model.modules())
 
 
-def test_switches_commute_and_asking_is_the_edited_model(
+def test_edits_commute_and_predictions_are_those_of_the_edited_model(
     address: tuple[str, ServerState], client: httpx.Client, lm: LM
 ) -> None:
     one = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
     two = events(client, "/api/edits", {**EDIT, "target": "London", "layer": 0})[-1]["edit"]["id"]
 
     def facts(*on: str) -> list[dict[str, Any]]:
-        found = events(client, "/api/ask", {"prompts": [CITY], "edits": list(on), "tokens": 2})
+        found = events(
+            client, "/api/predict", {"prompts": [CITY], "edits": list(on), "max_new_tokens": 2}
+        )
         return next(event["facts"] for event in found if event["event"] == "facts")
 
-    none, both, turned = facts(), facts(one, two), facts(two, one)
-    for a, b in zip(both, turned, strict=True):
+    none, both, swapped = facts(), facts(one, two), facts(two, one)
+    for a, b in zip(both, swapped, strict=True):
         assert a["after"]["new"] == pytest.approx(b["after"]["new"], rel=1e-4)
     assert all(fact["before"] == fact["after"] for fact in none)
     only = facts(one)[0]["after"]["new"]
-    visitor = client.cookies["factscope"]
-    [made] = address[1].visitors.chosen(visitor, [one])
+    [made] = address[1].sessions.select(client.cookies["factscope"], [one])
     case = Case(fact=made.edit.facts[0])
     wanted = before_after(lm, made.edit, case, generation_tokens=0).own.after.new
     assert only == pytest.approx(wanted, rel=1e-5)
 
 
-def test_what_is_asked_is_told_before_and_after(client: httpx.Client, lm: LM) -> None:
+def test_predictions_before_and_after(client: httpx.Client, lm: LM) -> None:
     made = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
-    found = events(client, "/api/ask", {"prompts": [CITY], "edits": [made], "tokens": 3})
-    [answer] = [event for event in found if event["event"] == "answer"]
-    assert len(answer["before"]["likeliest"]) == 5
+    found = events(
+        client, "/api/predict", {"prompts": [CITY], "edits": [made], "max_new_tokens": 3}
+    )
+    [answer] = [event for event in found if event["event"] == "prediction"]
+    assert len(answer["before"]["top_tokens"]) == 5
     assert answer["text"] == CITY
-    probabilities = [one["p"] for one in answer["after"]["likeliest"]]
+    probabilities = [one["p"] for one in answer["after"]["top_tokens"]]
     assert probabilities == sorted(probabilities, reverse=True)
 
 
-def test_an_edit_can_be_taken_away(client: httpx.Client, lm: LM, tmp_path: Path) -> None:
+def test_an_edit_can_be_downloaded(client: httpx.Client, lm: LM, tmp_path: Path) -> None:
     one = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
     two = events(client, "/api/edits", {**EDIT, "target": "London"})[-1]["edit"]["id"]
     (tmp_path / "one").write_bytes(client.get(f"/api/edits/{one}/edit.safetensors").content)
@@ -211,11 +219,13 @@ def test_an_edit_can_be_taken_away(client: httpx.Client, lm: LM, tmp_path: Path)
     assert record.own.new == "Rome"
     assert client.get(f"/api/edits/{one}/figure.png").content.startswith(b"\x89PNG")
     assert "Rome" in client.get(f"/api/edits/{one}/page.html").text
-    refused(client.get(f"/api/edits/{one},{two}/figure.png"), 404, "of one edit")
-    refused(client.get(f"/api/edits/{one}/..%2f..%2fetc"), 404)
+    check_error(client.get(f"/api/edits/{one},{two}/figure.png"), 404, "single edits only")
+    check_error(client.get(f"/api/edits/{one}/..%2f..%2fetc"), 404)
 
 
-def test_an_adapter_says_what_the_edit_says(client: httpx.Client, lm: LM, tmp_path: Path) -> None:
+def test_an_adapter_gives_the_logits_of_the_edit(
+    client: httpx.Client, lm: LM, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
     id = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
@@ -233,28 +243,73 @@ def test_an_adapter_says_what_the_edit_says(client: httpx.Client, lm: LM, tmp_pa
     torch.testing.assert_close(adapted(ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_an_edit_beyond_the_guard_rails_is_shown_and_not_exported(client: httpx.Client) -> None:
+def test_an_edit_that_fails_its_checks_is_shown_and_not_exported(client: httpx.Client) -> None:
     made = events(client, "/api/edits", {**EDIT, "layer": 0})[-1]["edit"]
     assert "update norm" in made["complaints"][0]
-    refused(client.get(f"/api/edits/{made['id']}/adapter.zip"), 422, "beyond the guard rails")
+    check_error(client.get(f"/api/edits/{made['id']}/adapter.zip"), 422, "fails its checks")
 
 
-def test_edits_are_bounded_and_the_first_visitor_is_forgotten() -> None:
-    visitors = Sessions(ServerLimits(visitors=2, edits=1))
+def test_the_least_recently_used_session_is_dropped() -> None:
+    sessions = Sessions(ServerLimits(max_sessions=2, max_edits=1))
     fact = Fact(subject=TOWER, prompt="{} is in", target="Rome")
     edit = Edit(changes={}, model="m", fingerprint="f", method="rome", facts=(fact,))
     record = EditRecord(
         fact=fact, true=None, model="m", method="rome", changed_weights=(), prompts=()
     )
     for name in ("a", "b", "c"):
-        visitors.keep(name, edit, record, {})
-    assert [len(visitors.edits(name)) for name in ("a", "b", "c")] == [0, 1, 1]
+        sessions.store(name, edit, record, {})
+    assert [len(sessions.edits(name)) for name in ("a", "b", "c")] == [0, 1, 1]
 
 
-def test_one_edit_too_many_is_refused(client: httpx.Client) -> None:
-    for _ in range(LIMITS.edits):
+def test_too_many_edits(client: httpx.Client) -> None:
+    for _ in range(LIMITS.max_edits):
         events(client, "/api/edits", EDIT)
-    refused(client.post("/api/edits", json=EDIT), 422, "remove one")
+    check_error(client.post("/api/edits", json=EDIT), 422, "remove one")
+
+
+# ---- settings
+
+
+def test_settings_of_the_forms_are_those_of_the_dataclasses(client: httpx.Client) -> None:
+    about = client.get("/api/about").json()
+    settings = {setting["name"]: setting for setting in about["trace_settings"]}
+    assert list(settings) == list(TRACE_SETTINGS)
+    assert settings["distribution"]["choices"] == ["gaussian", "uniform", "embedding"]
+    assert settings["noise"]["default"] == "3s"
+    assert settings["replace"] == {
+        "name": "replace", "control": "checkbox", "default": False, "choices": [], "min": None,
+        "step": "any", "help": settings_of(Tracing)["replace"].help,
+    }  # fmt: skip
+    assert (settings["window"]["control"], settings["window"]["min"]) == ("number", 1)
+    assert list(about["methods"]) == list(METHODS)
+    for method in about["methods"].values():
+        assert [setting["name"] for setting in method["settings"]] == list(EDIT_SETTINGS)
+
+
+def test_settings_reach_the_editor(client: httpx.Client) -> None:
+    body = {**EDIT, "settings": {"token": "subject-first", "kl-weight": "0.5"}}
+    made = events(client, "/api/edits", body)[-1]["edit"]
+    record = EditRecord.from_json(client.get(f"/api/edits/{made['id']}/record.json").text)
+    assert record.settings["token"] == "subject-first"
+    assert record.settings["search"]["kl_weight"] == 0.5
+    assert made["request"]["settings"] == body["settings"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token": "middle"}, "token is 'middle'; choose from"),
+        ({"kl-weight": "-inf"}, "give a finite number"),
+        ({"kl-weight": True}, "give a number"),
+        ({"stats": "/etc/passwd"}, "stats"),
+        ({"prefixes": "/etc/passwd"}, "prefixes"),
+        ({"steps": 10**9}, "steps"),
+    ],
+)
+def test_invalid_settings_of_edits(
+    client: httpx.Client, settings: dict[str, Any], message: str
+) -> None:
+    check_error(client.post("/api/edits", json={**EDIT, "settings": settings}), 422, message)
 
 
 # ---- runs
@@ -262,14 +317,14 @@ def test_one_edit_too_many_is_refused(client: httpx.Client) -> None:
 
 def test_runs_are_listed_and_compared(client: httpx.Client) -> None:
     listed = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
-    assert set(listed) == {"rome", "ft", "broken"}
+    assert set(listed) == {"rome", "ft", "traces", "broken"}
     assert "error" in listed["broken"]
     found = client.get("/api/tables", params={"run": ["rome", "ft"]}).json()
     assert found["command"] == "evaluate"
     rows = [row[0]["text"] for row in found["tables"][0]["rows"]]
     assert {"ROME", "FT"} <= {row.split(",")[0] for row in rows}
     for figure in found["figures"]:
-        answer = client.get(f"/api/figure/{figure}", params={"run": ["rome", "ft"]})
+        answer = client.get(f"/api/figures/{figure}", params={"run": ["rome", "ft"]})
         assert answer.status_code == 200
         assert b"<svg" in answer.content
     cases = client.get("/api/cases", params={"run": ["rome", "ft"]}).json()["cases"]
@@ -280,7 +335,17 @@ def test_runs_are_listed_and_compared(client: httpx.Client) -> None:
     assert set(samples["rows"][0]) == {"before", "ROME", "FT"}
 
 
-def test_a_run_is_summed_up_once_until_its_records_grow(
+def test_averages_of_a_run_of_traces(client: httpx.Client) -> None:
+    found = client.get("/api/tables", params={"run": "traces"}).json()
+    assert (found["command"], found["figures"]) == ("trace", ["heatmaps", "lines"])
+    assert [len(table["rows"]) > 0 for table in found["tables"]] == [True, True]
+    for figure in found["figures"]:
+        response = client.get(f"/api/figures/{figure}", params={"run": "traces"})
+        assert b"<svg" in response.content
+    check_error(client.get("/api/tables", params={"run": ["traces", "rome"]}), 422, "compared")
+
+
+def test_summaries_are_cached_until_the_records_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rome").mkdir()
@@ -291,10 +356,10 @@ def test_a_run_is_summed_up_once_until_its_records_grow(
 
     def counting(records: list[CaseRecord]) -> list[Summary]:
         counted.append(len(records))
-        return summaries(records)
+        return summarize(records)
 
-    monkeypatch.setattr(compare, "summaries", counting)
-    runs = compare.RunLibrary(tmp_path, threading.Lock())
+    monkeypatch.setattr(routes_runs, "summarize", counting)
+    runs = routes_runs.RunLibrary(tmp_path)
     assert runs.summaries(["rome"]) == runs.summaries(["rome"])
     another = {**record, "fact": {**record["fact"], "id": "8"}}
     file.write_text(json.dumps(record) + "\n" + json.dumps(another) + "\n")
@@ -315,23 +380,25 @@ def test_a_run_is_summed_up_once_until_its_records_grow(
         "%2e",
     ],
 )
-@pytest.mark.parametrize("path", ["tables", "figure/spread", "cases", "samples"])
-def test_a_run_is_named_never_pathed(client: httpx.Client, name: str, path: str) -> None:
-    refused(client.get(f"/api/{path}", params={"run": name, "case": "7"}), 404, "there is no run")
+@pytest.mark.parametrize("path", ["tables", "figures/distributions", "cases", "samples"])
+def test_a_run_name_is_never_used_as_a_path(client: httpx.Client, name: str, path: str) -> None:
+    check_error(
+        client.get(f"/api/{path}", params={"run": name, "case": "7"}), 404, "there is no run"
+    )
 
 
 def test_runs_that_cannot_be_shown(client: httpx.Client) -> None:
-    refused(client.get("/api/tables", params={"run": "broken"}), 422, "cannot be read")
-    refused(client.get("/api/tables"), 422, "run")
-    refused(client.get("/api/samples", params={"run": "rome", "case": "9"}), 422, "no texts")
-    refused(client.get("/api/figure/nothing", params={"run": "rome"}), 404)
+    check_error(client.get("/api/tables", params={"run": "broken"}), 422, "cannot be read")
+    check_error(client.get("/api/tables"), 422, "run")
+    check_error(client.get("/api/samples", params={"run": "rome", "case": "9"}), 422, "no texts")
+    check_error(client.get("/api/figures/nothing", params={"run": "rome"}), 404)
 
 
-# ---- refusals
+# ---- invalid and forbidden requests
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"prompt": ""}, "the prompt is empty"),
         ({"subject": ""}, "the subject"),
@@ -339,30 +406,31 @@ def test_runs_that_cannot_be_shown(client: httpx.Client) -> None:
         ({"prompt": "x" * 700}, "at most 600"),
         ({"prompt": "x" * 5000}, "4000"),
         ({"prompt": "The {} is"}, "must have one"),
-        ({"corruption": {"samples": 11}}, "at most 10"),
-        ({"corruption": {"samples": 0}}, "at least 1"),
-        ({"corruption": {"level": -1}}, "noise level"),
-        ({"corruption": {"colour": "red"}}, "colour"),
-        ({"corruption": {"distribution": "<b>"}}, "gaussian"),
-        ({"window": 0}, "window"),
-        ({"window": 1.5}, "window"),
-        ({"tables": ["<script>"]}, "not known"),
-        ({"tables": []}, "not known"),
+        ({"settings": {"samples": 11}}, "at most 10"),
+        ({"settings": {"samples": 0}}, "samples is 0; give 1 or more"),
+        ({"settings": {"noise": -1}}, "noise is -1.0; give 0 or more"),
+        ({"settings": {"noise": "3x"}}, "write 3s for three σ"),
+        ({"settings": {"colour": "red"}}, "colour"),
+        ({"settings": {"distribution": "<b>"}}, "gaussian"),
+        ({"settings": {"window": 0}}, "window"),
+        ({"settings": {"window": 1.5}}, "window"),
+        ({"tables": ["<script>"]}, "choose from"),
+        ({"tables": []}, "choose from"),
         ({"occurrence": 3}, "does not exist"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_cannot_be_traced(client: httpx.Client, change: dict[str, Any], words: str) -> None:
-    body = {**QUICK, **change}
+def test_invalid_traces(client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    body = {**TRACE, **change}
     if "The {} is" in str(change):
         body["subject"] = "The"
-    refused(client.post("/api/locate", json=body), 422, words)
+    check_error(client.post("/api/traces", json=body), 422, message)
 
 
-def test_the_words_are_those_of_the_command_line(client: httpx.Client) -> None:
+def test_messages_are_those_of_the_command_line(client: httpx.Client) -> None:
     from factscope.errors import SubjectNotFound
 
-    error = refused(client.post("/api/locate", json={**QUICK, "subject": "Big Ben"}), 422)
+    error = check_error(client.post("/api/traces", json={**TRACE, "subject": "Big Ben"}), 422)
     with pytest.raises(SubjectNotFound) as raised:
         Fact.from_text(CITY, "Big Ben")
     assert error == {"kind": "SubjectNotFound", "message": str(raised.value)}
@@ -372,11 +440,11 @@ def test_the_words_are_those_of_the_command_line(client: httpx.Client) -> None:
     "body",
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800", '
      b'"subject": "\\ud800"}', b"[" * 20_000,
-     b'{"prompt": "a b", "subject": "a", "corruption": {"level": NaN}}',
-     b'{"prompt": "a b", "subject": "a", "corruption": {"level": 1e999, "seed": 1e400}}',
-     b'{"prompt": "a b", "subject": "a", "window": 99999999999999999999999999}'],
+     b'{"prompt": "a b", "subject": "a", "settings": {"noise": NaN}}',
+     b'{"prompt": "a b", "subject": "a", "settings": {"noise": 1e999, "seed": 1e400}}',
+     b'{"prompt": "a b", "subject": "a", "settings": {"window": 99999999999999999999999999}}'],
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["/api/locate", "/api/edits", "/api/ask"])
+@pytest.mark.parametrize("path", ["/api/traces", "/api/edits", "/api/predict"])
 def test_malformed_bodies(client: httpx.Client, path: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = client.post(path, content=body, headers=headers)
@@ -386,7 +454,7 @@ def test_malformed_bodies(client: httpx.Client, path: str, body: bytes) -> None:
 
 def test_control_characters_and_markup_are_text(client: httpx.Client) -> None:
     text = "<img src=x onerror=alert(1)>\x00\x1b[31m\u202e is in the city of"
-    found = events(client, "/api/locate", {**QUICK, "prompt": text, "subject": "<img src=x"})
+    found = events(client, "/api/traces", {**TRACE, "prompt": text, "subject": "<img src=x"})
     assert found[-1]["event"] == "record"
     labels = "".join(found[-1]["labels"])
     assert "\x00" not in labels
@@ -395,21 +463,21 @@ def test_control_characters_and_markup_are_text(client: httpx.Client) -> None:
     assert "<img src=x" not in page
 
 
-def test_a_prompt_of_too_many_tokens(client: httpx.Client) -> None:
-    body = {**QUICK, "prompt": TOWER + " a b" * 22}
-    found = events(client, "/api/locate", body)
+def test_a_prompt_with_too_many_tokens(client: httpx.Client) -> None:
+    body = {**TRACE, "prompt": TOWER + " a b" * 22}
+    found = events(client, "/api/traces", body)
     assert found[-1]["error"]["kind"] == "PromptTooLong"
     assert "at most 48" in found[-1]["error"]["message"]
 
 
-def test_large_and_endless_bodies(client: httpx.Client) -> None:
-    refused(client.post("/api/locate", content=b"x" * 40_000), 413, "32768")
+def test_bodies_that_are_too_large(client: httpx.Client) -> None:
+    check_error(client.post("/api/traces", content=b"x" * 40_000), 413, "32768")
 
     def endless() -> Iterator[bytes]:
         for _ in range(100):
             yield b"x" * 1000
 
-    refused(client.post("/api/locate", content=endless()), 413, "32768")
+    check_error(client.post("/api/traces", content=endless()), 413, "32768")
 
 
 @pytest.mark.parametrize(
@@ -432,25 +500,25 @@ def test_large_and_endless_bodies(client: httpx.Client) -> None:
         ({"sec-fetch-site": "same-origin"}, 200),
     ],
 )
-def test_requests_of_other_sites(
+def test_requests_from_other_sites(
     client: httpx.Client, headers: dict[str, str], status: int
 ) -> None:
-    answers = [
+    responses = [
         client.get("/api/about", headers=headers),
-        client.post("/api/ask", json={}, headers=headers),
+        client.post("/api/predict", json={}, headers=headers),
     ]
-    for answer in answers:
+    for answer in responses:
         assert answer.status_code == status
         if status == 403:
             assert answer.json()["error"]["kind"] == "ForbiddenOrigin"
 
 
-def test_the_page_lets_nothing_run_but_its_own_files(client: httpx.Client) -> None:
+def test_only_the_pages_own_scripts_can_run(client: httpx.Client) -> None:
     answer = client.get("/")
     for name, value in HEADERS.items():
         assert answer.headers[name] == value
     assert "unsafe" not in HEADERS["content-security-policy"]
-    for path in ("main.js", "serve.css", "page.css", "icon.svg"):
+    for path in ("main.js", "app.css", "page.css", "icon.svg"):
         assert client.get(f"/static/{path}").status_code == 200
         assert f"/static/{path}" in answer.text or path == "main.js"
     static = Path(__file__).parents[2] / "src" / "factscope" / "serve" / "static"
@@ -466,7 +534,7 @@ def test_the_page_lets_nothing_run_but_its_own_files(client: httpx.Client) -> No
      "/static/", "/nothing", "/api/nothing", "/static/main.js%00"],
 )  # fmt: skip
 def test_unknown_paths(client: httpx.Client, path: str) -> None:
-    refused(client.get(path), 404)
+    check_error(client.get(path), 404)
 
 
 # ---- the queue
@@ -480,40 +548,40 @@ def wait_for(condition: Any, seconds: float = 120) -> None:
 
 
 def other_trace(number: int) -> dict[str, Any]:
-    return {**QUICK, "corruption": {"samples": 2, "seed": number + 100}}
+    return {**FACT, "settings": {"samples": 2, "window": 2, "seed": number + 100}}
 
 
-def test_who_leaves_stops_the_work(
+def test_a_disconnect_cancels_the_job(
     address: tuple[str, ServerState], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, queue = slow(address[1], monkeypatch), address[1].queue
-    with client.stream("POST", "/api/locate", json=other_trace(1)):
-        assert begun.wait(10)
+    started, queue = endless_traces(monkeypatch), address[1].queue
+    with client.stream("POST", "/api/traces", json=other_trace(1)):
+        assert started.wait(10)
         assert len(queue) == 1
     wait_for(lambda: len(queue) == 0)
 
 
-def test_places_in_the_queue_and_a_polite_refusal(
+def test_queue_positions_and_a_full_queue(
     address: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, queue = slow(address[1], monkeypatch), address[1].queue
-    clients = [httpx.Client(base_url=address[0], timeout=120) for _ in range(LIMITS.waiting + 1)]
+    started, queue = endless_traces(monkeypatch), address[1].queue
+    clients = [httpx.Client(base_url=address[0], timeout=120) for _ in range(LIMITS.max_jobs + 1)]
     for one in clients:
         one.get("/")
     open_streams = []
     for number, one in enumerate(clients[:-1]):
-        request = one.build_request("POST", "/api/locate", json=other_trace(number))
+        request = one.build_request("POST", "/api/traces", json=other_trace(number))
         answer = one.send(request, stream=True)
         lines = answer.iter_lines()
-        assert json.loads(next(lines)) == {"event": "place", "place": number}
+        assert json.loads(next(lines)) == {"event": "queued", "position": number}
         open_streams.append((answer, lines))
-    assert begun.wait(10)
-    answer = clients[-1].post("/api/locate", json=other_trace(99))
-    refused(answer, 503, "try again")
+    assert started.wait(10)
+    answer = clients[-1].post("/api/traces", json=other_trace(99))
+    check_error(answer, 503, "try again")
     assert answer.headers["retry-after"]
-    open_streams[0][0].close()  # who is at work leaves; the others move up
+    open_streams[0][0].close()  # the running job is cancelled; the others move up
     moved = [json.loads(line) for _, line in zip(range(1), open_streams[2][1], strict=False)]
-    assert moved == [{"event": "place", "place": 1}]
+    assert moved == [{"event": "queued", "position": 1}]
     for stream, _ in open_streams[1:]:
         stream.close()
     wait_for(lambda: len(queue) == 0)
@@ -521,21 +589,21 @@ def test_places_in_the_queue_and_a_polite_refusal(
         one.close()
 
 
-def test_one_visitor_cannot_fill_the_queue(
+def test_one_session_cannot_fill_the_queue(
     address: tuple[str, ServerState], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow(address[1], monkeypatch)
+    endless_traces(monkeypatch)
     streams = []
-    for number in range(LIMITS.each):
-        request = client.build_request("POST", "/api/locate", json=other_trace(number))
+    for number in range(LIMITS.max_jobs_per_session):
+        request = client.build_request("POST", "/api/traces", json=other_trace(number))
         streams.append(client.send(request, stream=True))
-    refused(client.post("/api/locate", json=other_trace(9)), 503, "of your jobs")
+    check_error(client.post("/api/traces", json=other_trace(9)), 503, "of your jobs")
     for stream in streams:
         stream.close()
     wait_for(lambda: len(address[1].queue) == 0)
 
 
-def test_a_job_that_fails_says_so_and_the_next_goes_on(
+def test_after_a_failed_job_the_next_one_runs(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any, **more: Any) -> Any:
@@ -543,24 +611,23 @@ def test_a_job_that_fails_says_so_and_the_next_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr("factscope.serve.routes_trace.stream_trace", broken)
-        found = events(client, "/api/locate", other_trace(5))
+        found = events(client, "/api/traces", other_trace(5))
     assert found[-1] == {
         "event": "error",
         "error": {
             "kind": "ServerError",
-            "message": "the server failed at this; its log says why",
+            "message": "internal error; see the server's log",
         },
     }
-    assert events(client, "/api/locate", other_trace(5))[-1]["event"] == "record"
+    assert events(client, "/api/traces", other_trace(5))[-1]["event"] == "record"
 
 
-def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
-    """Between two forward passes, whatever the work is."""
+def test_a_cancelled_job_stops_before_the_next_forward_pass(lm: LM) -> None:
     import asyncio
 
     from factscope.lm.generate import generate_greedy
 
-    served = ServerState(lm=lm)
+    state = ServerState(lm=lm)
 
     async def go() -> None:
         passes = 0
@@ -571,19 +638,19 @@ def test_generation_stops_when_it_is_called_off(lm: LM) -> None:
                 generate_greedy(lm, [CITY], 5)
                 passes += 1
 
-        job = served.queue.submit("a", work)
+        job = state.queue.submit("a", work)
         await asyncio.sleep(0.2)
-        served.queue.cancel(job)
+        state.queue.cancel(job)
         while (await asyncio.wait_for(job.events.get(), 120)) is not None:
             pass
         assert passes < 10_000
-        for _ in range(served.limits.each):
-            served.queue.submit("a", lambda job: time.sleep(0.1))
+        for _ in range(state.limits.max_jobs_per_session):
+            state.queue.submit("a", lambda job: time.sleep(0.1))
         with pytest.raises(ServerBusy):
-            served.queue.submit("a", lambda job: None)
+            state.queue.submit("a", lambda job: None)
 
     asyncio.run(go())
-    served.queue.close()
+    state.queue.close()
 
 
 # ---- from the command line
@@ -596,7 +663,7 @@ def factscope(
     return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
-def test_the_command_says_where_the_page_is(
+def test_the_command_prints_the_address(
     factscope: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import uvicorn
@@ -608,20 +675,19 @@ def test_the_command_says_where_the_page_is(
 
     monkeypatch.setattr(uvicorn.Server, "run", serve)
     saved_model(tmp_path / "tiny")
-    words = ("-m", "tiny", "--port", 0, "--runs", ".", "--device", "cpu")
-    result = factscope("serve", *words)
+    result = factscope("serve", "-m", "tiny", "--port", 0, "--runs", ".", "--device", "cpu")
     assert result.code == 0
     [(host, port)] = seen
     assert host == "127.0.0.1"
     assert f"http://127.0.0.1:{port}/" in result.out
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = factscope("serve", *words[:2], "--port", taken.getsockname()[1])
+        result = factscope("serve", "-m", "tiny", "--port", taken.getsockname()[1])
     assert result.code == 2
     assert "choose another --host or --port" in result.err
 
 
-def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no folder" in factscope("serve", "--runs", "nowhere").err
+def test_errors_on_the_command_line(factscope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "give a folder of runs" in factscope("serve", "--runs", "nowhere").err
     monkeypatch.setitem(sys.modules, "factscope.serve.app", None)
     for name in [name for name in sys.modules if name.startswith("uvicorn")]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -630,26 +696,26 @@ def test_mistakes_on_the_command_line(factscope: Run, monkeypatch: pytest.Monkey
     assert "factscope[serve]" in result.err
 
 
-# ---- what the page knows
+# ---- functions of other packages
 
 
 def test_layers_with_statistics(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from factscope.stats.second_moment import (
         SecondMoment,
         cached_path,
-        layers_with_moments,
-        save_moment,
+        layers_with_second_moments,
+        save_second_moment,
     )
 
     monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path))
-    assert layers_with_moments(lm) == []
+    assert layers_with_second_moments(lm) == []
     width = lm.mlp_weight(1).shape[1]
     moment = SecondMoment(
         matrix=torch.eye(width), tokens=9, model=lm.name, layer=1, fingerprint=lm.fingerprint,
         corpus="none",
     )  # fmt: skip
-    save_moment(moment, cached_path(lm, 1))
-    assert layers_with_moments(lm) == [1]
+    save_second_moment(moment, cached_path(lm, 1))
+    assert layers_with_second_moments(lm) == [1]
 
 
 def test_the_next_tokens_are_those_of_the_model(lm: LM) -> None:

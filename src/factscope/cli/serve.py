@@ -15,24 +15,11 @@ from factscope.cli.output import doing, note, print_json, say, working
 from factscope.cli.trace import draw_trace, print_trace
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting
+from factscope.serve.limits import ServerLimits
 from factscope.settings import Flag
 from factscope.tracing.settings import Tracing
 
 __all__ = ["DEMO", "SERVE"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits."""
-
-    max_samples: Annotated[int, Ge(1)] = 10
-    """Noise samples in a trace."""
-    max_prompt_tokens: Annotated[int, Ge(1)] = 48
-    """Tokens of a prompt."""
-    max_jobs: Annotated[int, Ge(1)] = 24
-    """Jobs that wait or run."""
-    max_edits: Annotated[int, Ge(1)] = 12
-    """Edits of one visitor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +35,28 @@ class ServeOptions:
     allowed_host: tuple[str, ...] = ()
     """Name under which the server is reached, besides its address. Repeatable."""
     model: ModelOptions = field(default_factory=ModelOptions)
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 def serve(options: ServeOptions) -> None:
     """Open a page to trace, edit and compare, for several people at once."""
     try:
-        from factscope.serve.app import LOCAL, run
+        from factscope.serve.app import run
     except ModuleNotFoundError as error:
         raise BadSetting(
             f"the page needs the package {error.name!r}; install it with "
             "`pip install 'factscope[serve]'`"
         ) from error
-    from factscope.serve.schemas import ServerLimits
     from factscope.serve.sessions import ServerState
 
     if options.runs is not None and not options.runs.is_dir():
         raise BadSetting(f"--runs is {str(options.runs)!r}; give a folder of runs")
-    given = options.limits
-    limits = ServerLimits(
-        samples=given.max_samples, tokens=given.max_prompt_tokens, waiting=given.max_jobs,
-        edits=given.max_edits,
-    )  # fmt: skip
     lm = options.model.load()
-    state = ServerState(lm=lm, runs=options.runs, limits=limits)
+    state = ServerState(lm=lm, runs=options.runs, limits=options.limits)
     # The page itself says where C is missing; a visitor who leaves is no error.
     with _errors_only("factscope.editing.closed_form", "asyncio"):
         run(
-            state, host=options.host, port=options.port, names=[*LOCAL, *options.allowed_host],
+            state, host=options.host, port=options.port, allowed_hosts=options.allowed_host,
             ready=lambda address: say(f"{lm.name} at {address} (Ctrl-C stops)"),
         )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""The page: locate, edit and compare in a browser, for several people at once."""
+"""The server: trace, edit and compare in a browser, for several users at once."""

@@ -1,7 +1,4 @@
-"""The application: the page, what it needs to know, and the routes of its views.
-
-The server itself: the application behind uvicorn, on one's own machine unless told otherwise.
-"""
+"""The application: the page's files, general information, errors as JSON, and all routes."""
 
 import logging
 import socket
@@ -19,195 +16,189 @@ from starlette.exceptions import HTTPException
 
 from factscope.data.readers import everyday_facts
 from factscope.editing.defaults import rome_defaults
+from factscope.editing.settings import editor
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.html import asset
-from factscope.report.style import KIND_STYLES
-from factscope.serve.responses import error_message, error_status, shown
+from factscope.report.labels import KIND_STYLES, editor_name
+from factscope.serve.responses import error_to_dict, error_to_status, media_type, valid_unicode
 from factscope.serve.routes_edit import edit_routes
-from factscope.serve.routes_runs import compare_routes
-from factscope.serve.routes_trace import locate_routes
+from factscope.serve.routes_runs import run_routes
+from factscope.serve.routes_trace import trace_routes
+from factscope.serve.schemas import (
+    EDIT_SETTINGS,
+    METHODS,
+    TRACE_SETTINGS,
+    default_tracing,
+    describe_settings,
+)
 from factscope.serve.security import SecurityMiddleware
 from factscope.serve.sessions import ServerState
 from factscope.stats.second_moment import layers_with_second_moments
 
-__all__ = [
-    "LOCAL",
-    "make_app",
-    "run",
-]
+__all__ = ["create_app", "run"]
 
 log = logging.getLogger(__name__)
 
-LOCAL = ("localhost",)
-"""The name that a server on one's own machine goes by, besides its address."""
-STATIC = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-EXAMPLES = 8
-
-
-def make_app(served: ServerState, names: Collection[str] = LOCAL) -> FastAPI:
-    """The whole server for one model; `names` are those it goes by, besides addresses."""
-
-    @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        served.queue.close()
-
-    app = FastAPI(
-        title="factscope",
-        summary="Find where a language model keeps a fact, rewrite it, and measure what changed.",
-        version=metadata.version("factscope"),
-        openapi_url="/api/openapi.json",
-        docs_url=None,
-        redoc_url=None,
-        lifespan=life,
-    )
-    _answer_errors(app)
-    _show_the_page(app, served)
-    for routes in (
-        locate_routes(served),
-        edit_routes(served),
-        compare_routes(served.runs, served.reading),
-    ):
-        app.include_router(routes)
-    app.add_middleware(SecurityMiddleware, names=names, body=served.limits.body)  # pyright: ignore[reportArgumentType]
-    return app
-
-
-def about(served: ServerState) -> dict[str, Any]:
-    """What the page needs to know before anything is asked."""
-    lm, default = served.lm, rome_defaults(served.lm)
-    return {
-        "model": lm.name,
-        "layers": lm.n_layers,
-        "layer": default.layer,
-        "why": default.source,
-        "layers_known": layers_with_second_moments(lm),
-        "limits": asdict(served.limits),
-        "looks": {
-            kind: {"name": look.name, "what": look.what, "shades": look.shades, "line": look.line}
-            for kind, look in KIND_STYLES.items()
-        },
-        "examples": examples(),
-        "runs": served.runs is not None,
-        "version": metadata.version("factscope"),
-    }
-
-
-def examples() -> list[dict[str, str]]:
-    """A well-known fact of each relation, to begin with."""
-    first = {fact.relation: fact for fact in reversed(everyday_facts())}
-    chosen = [fact for fact in everyday_facts() if first[fact.relation] is fact]
-    return [{"prompt": fact.text, "subject": fact.subject} for fact in chosen[:EXAMPLES]]
-
-
-def _show_the_page(app: FastAPI, served: ServerState) -> None:
-    files = static_files()
-    known = about(served)
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return Response(files["index.html"], media_type="text/html; charset=utf-8",
-                        headers={"cache-control": "no-cache"})  # fmt: skip
-
-    @app.get("/static/{name}", include_in_schema=False)
-    async def static(name: str) -> Response:
-        kind = name[name.rfind(".") :]
-        if name not in files or kind not in STATIC:
-            raise NotFound(f"there is no file {name[:80]!r}")
-        return Response(files[name], media_type=f"{STATIC[kind]}; charset=utf-8",
-                        headers={"cache-control": "no-cache"})  # fmt: skip
-
-    @app.get("/api/about", tags=["page"])
-    async def tell() -> dict[str, Any]:
-        """The model, its layers, the limits, the colours."""
-        return known
-
-    @app.get("/api/queue", tags=["page"])
-    async def queue() -> dict[str, int]:
-        """How many jobs wait or run."""
-        return {"waiting": len(served.queue), "most": served.limits.waiting}
-
-
-def static_files() -> dict[str, bytes]:
-    """The page's files; its style begins with that of the written reports."""
-    folder = resources.files("factscope.serve").joinpath("static")
-    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    files["page.css"] = asset("page.css").encode()
-    return files
-
-
-def _answer_errors(app: FastAPI) -> None:
-    """Every error as JSON, in the words of the command line."""
-
-    @app.exception_handler(FactscopeError)
-    async def ours(request: Request, error: FactscopeError) -> JSONResponse:
-        headers = {"retry-after": "30"} if isinstance(error, ServerBusy) else None
-        return JSONResponse({"error": error_message(error)}, error_status(error), headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        said = BadSetting(validation_words(error))
-        return JSONResponse({"error": error_message(said)}, error_status(said))
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        said = {"kind": "NotFound" if error.status_code == 404 else "BadSetting"}
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        body = {"error": {**said, "message": shown(message)}}
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("a request failed", exc_info=error)
-        return JSONResponse({"error": error_message(error)}, 500)
-
-
-def validation_words(error: RequestValidationError) -> str:
-    """What does not fit in a request, the first few of it."""
-    found = [
-        f"{'.'.join(str(part)[:40] for part in one['loc'][1:]) or 'the request'}: {one['msg']}"
-        for one in error.errors()[:3]
-    ]
-    return shown("; ".join(found))
-
-
-CONNECTIONS = 256
-"""Open at once; uvicorn refuses more by itself."""
+MAX_EXAMPLES = 8
+MAX_CONNECTIONS = 256
 
 
 def run(
-    served: ServerState,
+    state: ServerState,
     *,
     host: str,
     port: int,
-    names: Collection[str] = LOCAL,
+    allowed_hosts: Collection[str] = (),
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until interrupted; `ready` hears the address."""
+    """Serve until interrupted; `ready` is called with the address."""
     config = uvicorn.Config(
-        make_app(served, names),
+        create_app(state, allowed_hosts),
         log_level="warning",
         access_log=False,
         server_header=False,
         ws="none",
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=3,
         h11_max_incomplete_event_size=16_384,
     )
-    with door(host, port) as listening:
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.getsockname()[1]}/")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise BadSetting(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --host "
+            "or --port"
+        ) from error
+    with listening:
+        name = f"[{host}]" if ":" in host else host
+        ready(f"http://{name}:{listening.getsockname()[1]}/")
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def door(host: str, port: int) -> socket.socket:
-    """A socket that listens there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        why = error.strerror or error
-        raise BadSetting(
-            f"{host}:{port} cannot be listened on ({why}); choose another --host or --port"
-        ) from error
+def create_app(state: ServerState, allowed_hosts: Collection[str] = ()) -> FastAPI:
+    """The server for one model, reached by IP address, as localhost or as an allowed host."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        state.queue.close()
+
+    app = FastAPI(
+        title="factscope",
+        summary="Find where a language model stores a fact, edit it, and measure what changed.",
+        version=metadata.version("factscope"),
+        openapi_url="/api/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_error_handlers(app)
+    _add_page(app, state)
+    app.include_router(trace_routes(state))
+    app.include_router(edit_routes(state))
+    app.include_router(run_routes(state.runs, state.report_lock))
+    app.add_middleware(
+        SecurityMiddleware,  # pyright: ignore[reportArgumentType]
+        allowed_hosts=["localhost", *allowed_hosts],
+        max_body_bytes=state.limits.max_body_bytes,
+    )
+    return app
+
+
+def _add_page(app: FastAPI, state: ServerState) -> None:
+    folder = resources.files("factscope.serve").joinpath("static")
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    files["page.css"] = asset("page.css").encode()  # shared with the report pages
+    known = about(state)
+    headers = {"cache-control": "no-cache"}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response(files["index.html"], 200, headers, media_type("index.html"))
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        if name not in files or name == "index.html":
+            raise NotFound(f"there is no file {name[:80]!r}")
+        return Response(files[name], 200, headers, media_type(name))
+
+    @app.get("/api/about", tags=["page"])
+    async def get_about() -> dict[str, Any]:
+        """The model, the limits, and the settings of traces and edits."""
+        return known
+
+    @app.get("/api/queue", tags=["page"])
+    async def get_queue() -> dict[str, int]:
+        """The number of jobs that wait or run."""
+        return {"jobs": len(state.queue), "max_jobs": state.limits.max_jobs}
+
+
+def about(state: ServerState) -> dict[str, Any]:
+    """What the page needs to know when it starts."""
+    lm, default = state.lm, rome_defaults(state.lm)
+    return {
+        "version": metadata.version("factscope"),
+        "model": lm.name,
+        "n_layers": lm.n_layers,
+        "default_layer": default.layer,
+        "default_layer_source": default.source,
+        "layers_with_statistics": layers_with_second_moments(lm),
+        "limits": asdict(state.limits),
+        "trace_settings": describe_settings(default_tracing(state.limits), TRACE_SETTINGS),
+        "methods": {
+            method: {
+                "name": editor_name(method),
+                "settings": describe_settings(editor(method), EDIT_SETTINGS),
+            }
+            for method in METHODS
+        },
+        "kinds": {
+            kind: {"name": style.name, "colors": style.shades}
+            for kind, style in KIND_STYLES.items()
+        },
+        "examples": examples(),
+        "has_runs": state.runs is not None,
+    }
+
+
+def examples() -> list[dict[str, str]]:
+    """The first everyday fact of each relation."""
+    first = {fact.relation: fact for fact in reversed(everyday_facts())}
+    facts = [fact for fact in everyday_facts() if first[fact.relation] is fact]
+    return [{"prompt": fact.text, "subject": fact.subject} for fact in facts[:MAX_EXAMPLES]]
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error as JSON: {"error": {"kind": …, "message": …}}."""
+
+    @app.exception_handler(FactscopeError)
+    async def own_error(request: Request, error: FactscopeError) -> JSONResponse:
+        headers = {"retry-after": "30"} if isinstance(error, ServerBusy) else None
+        return JSONResponse({"error": error_to_dict(error)}, error_to_status(error), headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        return await own_error(request, BadSetting(validation_message(error)))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        kind = "NotFound" if error.status_code == 404 else "BadSetting"
+        body = {"error": {"kind": kind, "message": valid_unicode(message)}}
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(request: Request, error: Exception) -> JSONResponse:
+        log.error("a request failed", exc_info=error)
+        return JSONResponse({"error": error_to_dict(error)}, 500)
+
+
+def validation_message(error: RequestValidationError) -> str:
+    """The first few problems of a request: "settings.window: Input should be …"."""
+    problems = []
+    for problem in error.errors()[:3]:
+        path = [str(part)[:40] for part in problem["loc"][1:] if part != "[key]"]
+        problems.append(f"{'.'.join(path) or 'the request'}: {problem['msg']}")
+    return "; ".join(problems)

@@ -1,74 +1,78 @@
-"""One worker owns the model; jobs wait in a line, hear their place in it, and can be called off.
+"""The job queue: one worker thread runs all work on the model, one job at a time.
 
-A job speaks in events: plain values, sent to whoever asked for it as they come. Work looks up
-between batches, and before every forward pass, whether it is still wanted.
+A job sends events (dicts) to its client while it waits and runs; `EventStream` is the HTTP
+response that carries them. If the client disconnects, the job is cancelled: work checks that
+before every forward pass and whenever it reports progress.
 """
 
 import asyncio
+import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from factscope.errors import FactscopeError, ServerBusy
-from factscope.serve.responses import error_message
+from starlette.responses import StreamingResponse
 
-__all__ = ["Cancelled", "Job", "WorkQueue"]
+from factscope.errors import FactscopeError, ServerBusy
+from factscope.serve.responses import error_to_dict
+
+__all__ = ["Cancelled", "EventStream", "Job", "JobQueue"]
 
 log = logging.getLogger(__name__)
 
 Event = dict[str, Any]
-OFTEN = 0.1
-"""Seconds between two words on how far a job has come."""
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two progress events."""
 
 
 class Cancelled(Exception):
-    """Nobody waits for the work any more."""
+    """The job was cancelled."""
 
 
 class Job:
-    """Some work for a visitor, and what it has to say. Made in the event loop that listens."""
+    """Work for one session and the queue of its events; created in the client's event loop."""
 
-    def __init__(self, visitor: str, work: "Callable[[Job], None]") -> None:
-        self.visitor = visitor
+    def __init__(self, session: str, work: "Callable[[Job], None]") -> None:
+        self.session = session
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._work = work
         self._loop = asyncio.get_running_loop()
         self._cancelled = threading.Event()
-        self._share, self._said = 0.0, 0.0
+        self._fraction, self._reported_at = 0.0, 0.0
 
-    def say(self, event: Event | None) -> None:
-        """Send an event; None says that it was the last."""
+    @property
+    def cancelled(self) -> bool:
+        """Whether the job was cancelled."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Make the job stop at its next check."""
+        self._cancelled.set()
+
+    def check(self) -> None:
+        """Raise if the job was cancelled."""
+        if self.cancelled:
+            raise Cancelled
+
+    def send(self, event: Event | None) -> None:
+        """Send an event from any thread; None ends the stream."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody waits for it."""
-        return not self._cancelled.is_set()
-
-    def check(self) -> None:
-        """Raise where nobody waits any more."""
-        if not self.wanted:
-            raise Cancelled
-
-    def done(self, share: float) -> None:
-        """Hear that a share of the work was done; tell it now and then."""
+    def progress(self, fraction: float) -> None:
+        """Report progress (`factscope.progress.Progress`)."""
         self.check()
-        self._share += share
-        if time.monotonic() - self._said > OFTEN:
-            self._said = time.monotonic()
-            self.say({"event": "progress", "share": round(min(1.0, self._share), 4)})
-
-    def cancel(self) -> None:
-        """Nobody waits any more."""
-        self._cancelled.set()
+        self._fraction += fraction
+        if time.monotonic() - self._reported_at > PROGRESS_INTERVAL:
+            self._reported_at = time.monotonic()
+            self.send({"event": "progress", "fraction": round(min(1.0, self._fraction), 4)})
 
     def run(self) -> None:
-        """Do the work; whatever becomes of it is an event."""
+        """Do the work; an exception becomes an error event."""
         try:
             self.check()
             self._work(self)
@@ -77,83 +81,100 @@ class Job:
         except Exception as error:
             if not isinstance(error, FactscopeError):
                 log.exception("a job failed")
-            self.say({"event": "error", "error": error_message(error)})
+            self.send({"event": "error", "error": error_to_dict(error)})
 
 
-class WorkQueue:
-    """The line of jobs, and the one thread that does them in turn."""
+class JobQueue:
+    """Jobs in order of arrival, and the worker thread. The running job is the first one."""
 
     def __init__(
         self,
         *,
-        waiting: int,
-        each: int,
-        around: Callable[[Job], AbstractContextManager[Any]] = lambda job: nullcontext(),
+        max_jobs: int,
+        max_jobs_per_session: int,
+        context: Callable[[Job], AbstractContextManager[Any]] = lambda job: nullcontext(),
     ) -> None:
-        """At most `waiting` jobs, `each` of one visitor; each is done within `around`."""
-        self.waiting, self.each = waiting, each
-        self._around = around
-        self._line: deque[Job] = deque()
-        self._change = threading.Condition()
+        """Each job runs inside `context(job)`."""
+        self.max_jobs, self.max_jobs_per_session = max_jobs, max_jobs_per_session
+        self._context = context
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
         self._open = True
-        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._jobs)
 
-    def submit(self, visitor: str, work: Callable[[Job], None]) -> Job:
-        """Put a job at the end of the line, or say politely that the line is full."""
-        with self._change:
-            if len(self._line) >= self.waiting:
-                raise ServerBusy(
-                    f"{len(self._line)} jobs are waiting already; try again in a minute"
-                )
-            mine = sum(job.visitor == visitor and job.wanted for job in self._line)
-            if mine >= self.each:
-                raise ServerBusy(
-                    f"{mine} of your jobs are waiting already; let one end, or cancel it"
-                )
-            job = Job(visitor, work)
-            self._line.append(job)
-            job.say({"event": "place", "place": len(self._line) - 1})
-            self._change.notify()
+    def submit(self, session: str, work: Callable[[Job], None]) -> Job:
+        """Append a job; ServerBusy if the queue is full."""
+        with self._changed:
+            if len(self._jobs) >= self.max_jobs:
+                raise ServerBusy(f"{len(self._jobs)} jobs are waiting; try again in a minute")
+            own = sum(job.session == session and not job.cancelled for job in self._jobs)
+            if own >= self.max_jobs_per_session:
+                raise ServerBusy(f"{own} of your jobs are waiting; let one finish, or cancel it")
+            job = Job(session, work)
+            self._jobs.append(job)
+            job.send({"event": "queued", "position": len(self._jobs) - 1})
+            self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Call a job off: one that waits leaves the line, one that runs stops soon."""
+        """Remove a waiting job, or make the running job stop."""
         job.cancel()
-        with self._change:
-            if job in self._line and job is not self._line[0]:
-                self._line.remove(job)
-                job.say(None)
-                self._tell_places()
+        with self._changed:
+            if job in self._jobs and job is not self._jobs[0]:
+                self._jobs.remove(job)
+                job.send(None)
+                self._send_positions()
 
     def close(self) -> None:
-        """Call everything off and let the thread end."""
-        with self._change:
+        """Cancel all jobs and stop the thread."""
+        with self._changed:
             self._open = False
-            for job in self._line:
+            for job in self._jobs:
                 job.cancel()
-            self._change.notify()
+            self._changed.notify()
         self._thread.join(timeout=10)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while job := self._next():
-            with self._around(job):
+            with self._context(job):
                 job.run()
-            with self._change:
-                self._line.popleft()
-                self._tell_places()
-            job.say(None)  # last: who hears it finds the line already shorter
+            with self._changed:
+                self._jobs.popleft()
+                self._send_positions()
+            job.send(None)  # last: a client that sees its stream end can submit its next job
 
     def _next(self) -> Job | None:
-        """The first of the line, which stays there while it is done."""
-        with self._change:
-            while self._open and not self._line:
-                self._change.wait()
-            return self._line[0] if self._line else None
+        """Wait for a job; None after `close`."""
+        with self._changed:
+            while self._open and not self._jobs:
+                self._changed.wait()
+            return self._jobs[0] if self._jobs else None
 
-    def _tell_places(self) -> None:
-        for place, job in enumerate(self._line):
-            job.say({"event": "place", "place": place})
+    def _send_positions(self) -> None:
+        for position, job in enumerate(self._jobs):
+            job.send({"event": "queued", "position": position})
+
+
+class EventStream(StreamingResponse):
+    """A job's events, one JSON object per line. A client that disconnects cancels the job."""
+
+    def __init__(self, queue: JobQueue, job: Job) -> None:
+        self._queue, self._job = queue, job
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(_lines(job), media_type="application/x-ndjson", headers=headers)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._queue.cancel(self._job)
+
+
+async def _lines(job: Job) -> AsyncIterator[bytes]:
+    while (event := await job.events.get()) is not None:
+        yield json.dumps(event, allow_nan=False).encode() + b"\n"

@@ -1,80 +1,52 @@
-"""Errors as the page hears them: the command line's words, in JSON, with a status.
-
-Files to take away: each with its type, and as an attachment that a browser saves.
-"""
+"""Errors as JSON with an HTTP status, and files as attachments."""
 
 import re
-from pathlib import PurePath
+from mimetypes import MimeTypes
 from typing import Any
 
 from starlette.responses import Response
 
-from factscope.errors import (
-    BadInput,
-    FactscopeError,
-    ForbiddenOrigin,
-    NotFound,
-    OutOfMemory,
-    ServerBusy,
-)
+from factscope.errors import FactscopeError, ForbiddenOrigin, NotFound, OutOfMemory, ServerBusy
 from factscope.lm.memory import is_out_of_memory
 
-__all__ = [
-    "MEDIA",
-    "attached",
-    "error_message",
-    "error_status",
-]
+__all__ = ["attachment", "error_to_dict", "error_to_status", "media_type", "valid_unicode"]
 
-OURS = "the server failed at this; its log says why"
-MEMORY = "memory ran out; try fewer samples, prompts or tokens"
-
-STATUS: dict[type[FactscopeError], int] = {
-    NotFound: 404,
-    ForbiddenOrigin: 403,
-    ServerBusy: 503,
-    BadInput: 422,
-    FactscopeError: 422,
-}
-"""The first that fits counts."""
+MIME_TYPES = MimeTypes(filenames=())
 
 
-def error_message(error: Exception) -> dict[str, Any]:
-    """An error as plain values: which of the tree it is, and its words."""
+def error_to_dict(error: Exception) -> dict[str, Any]:
+    """The kind and message of an error. Only messages of our own errors reach the client."""
     if isinstance(error, FactscopeError):
-        return {"kind": type(error).__name__, "message": shown(str(error))}
+        return {"kind": type(error).__name__, "message": valid_unicode(str(error))}
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
-        return {"kind": OutOfMemory.__name__, "message": MEMORY}
-    return {"kind": "ServerError", "message": OURS}
+        message = "the server is out of memory; try fewer samples, prompts or tokens"
+        return {"kind": OutOfMemory.__name__, "message": message}
+    return {"kind": "ServerError", "message": "internal error; see the server's log"}
 
 
-def error_status(error: FactscopeError) -> int:
+def error_to_status(error: FactscopeError) -> int:
     """The HTTP status of an error."""
-    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
+    statuses = {NotFound: 404, ForbiddenOrigin: 403, ServerBusy: 503}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 422)
 
 
-def shown(text: str) -> str:
-    """Text that can be sent: half characters replaced."""
+def valid_unicode(text: str) -> str:
+    """The text with lone surrogates replaced, so that it can be encoded."""
     return text.encode(errors="replace").decode()
 
 
-MEDIA = {
-    ".json": "application/json",
-    ".html": "text/html; charset=utf-8",
-    ".png": "image/png",
-    ".svg": "image/svg+xml",
-    ".pdf": "application/pdf",
-    ".zip": "application/zip",
-    ".safetensors": "application/octet-stream",
-}
+def media_type(file: str) -> str:
+    """The MIME type of a file, whatever the machine's own table of types says."""
+    found = MIME_TYPES.guess_type(file)[0] or "application/octet-stream"
+    return f"{found}; charset=utf-8" if found.startswith("text/") else found
 
 
-def attached(file: str, content: bytes, name: str) -> Response:
-    """A file's contents, to be saved under a name."""
+def attachment(content: bytes, name: str) -> Response:
+    """A file that the browser saves under a name."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return Response(
         content,
-        media_type=MEDIA[PurePath(file).suffix],
+        media_type=media_type(name),
         headers={
             "content-disposition": f'attachment; filename="{safe}"',
             "cache-control": "no-store",

@@ -1,268 +1,242 @@
-"""Edit: a fact rewritten for one visitor, what it changes, and the edit to take away.
+"""Edits: compute an edit for one session, show what it changes, download it.
 
-No weight is written. An edit is a value that its visitor keeps; asking puts the ones that are
-switched on into some rows of a batch, so that visitors cannot touch each other's model.
+No weight is written. An edit is stored in its session; predictions run the model with the
+session's selected edits on their rows of the batch (`editing.per_row`), so that sessions cannot
+affect each other.
 """
 
 import io
 import math
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from factscope.data.readers import everyday
+from factscope.data.readers import everyday_facts
 from factscope.editing.defaults import check_layer
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.editing.export import export_peft
-from factscope.editing.methods import editor
 from factscope.editing.per_row import edited
 from factscope.errors import NotFound
-from factscope.evaluation.before_after import before_after, room
+from factscope.evaluation.before_after import before_after, max_new_tokens
 from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Case, Fact
 from factscope.lm.generate import generate_greedy, top_next_tokens
 from factscope.lm.tokens import encode
-from factscope.records import EditRecord, Generation
+from factscope.records import PromptChange
 from factscope.report.edits import edit_page
 from factscope.report.figures.edits import before_after_figure
-from factscope.report.labels import check_rows, weight_label
-from factscope.report.style import FIGURE_FORMATS, display_token, figure_bytes
+from factscope.report.labels import check_rows, display_token, weight_label
+from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.serve.jobs import Job
-from factscope.serve.responses import attached
-from factscope.serve.schemas import AskBody, EditBody
-from factscope.serve.sessions import ServerState, StoredEdit, visitor_of
+from factscope.serve.responses import attachment
+from factscope.serve.schemas import EditBody, PredictBody
+from factscope.serve.sessions import ServerState, StoredEdit
 
 __all__ = ["edit_routes", "neighbours_for"]
 
-LIKELIEST = 5
-"""How many next tokens are shown."""
-SEARCH = 0.7
-"""The share of an edit's time that the search takes, about."""
-FEW = 2
-"""So many editors are kept with their statistics, which may be large."""
+TOP_TOKENS = 5
+"""Most likely next tokens in a prediction."""
+EDIT_FRACTION = 0.7
+"""Roughly the editor's part of the time of an edit; the rest is its evaluation."""
+CACHED_EDITORS = 2
+"""Editors in the cache; each holds second moments, which can be large."""
 FILES = ["edit.safetensors", "adapter.zip", "record.json", "page.html",
          *(f"figure.{kind}" for kind in FIGURE_FORMATS)]  # fmt: skip
 
 
-def edit_routes(served: ServerState) -> APIRouter:
-    """The routes of this view."""
+def edit_routes(state: ServerState) -> APIRouter:
+    """Routes of edits and predictions."""
     routes = APIRouter(prefix="/api", tags=["edit"])
-    editors = Editors(served)
+    limits, sessions = state.limits, state.sessions
+
+    @lru_cache(maxsize=CACHED_EDITORS)
+    def resolved(editor: Editor) -> Editor:
+        """The editor with its prefixes and second moments loaded."""
+        return editor.resolve(state.lm)
 
     @routes.post("/edits", response_class=Response)
-    async def make(body: EditBody, request: Request) -> Response:
-        """Rewrite a fact: events, one a line; the last one holds the edit's number."""
-        case, visitor = body.case(served.limits), visitor_of(request)
+    async def create_edit(body: EditBody, request: Request) -> Response:
+        """Edit a fact. Streams events, one JSON object per line; the last has the edit."""
+        case, editor, session = body.case(limits), body.editor(), request.state.session
         if body.layer is not None:
-            check_layer(served.lm, body.layer)
-        served.visitors.check_room(visitor)
-        asked = body.model_dump()
+            check_layer(state.lm, body.layer)
+        sessions.check_capacity(session)
 
         def work(job: Job) -> None:
-            check_lengths(served, [case.fact.text, *case.paraphrases, *case.neighbours])
-            edit = editors.find(body)(
-                served.lm, [case.fact], progress=lambda x: job.done(SEARCH * x)
+            check_lengths(state, [case.fact.text, *case.paraphrases, *case.neighbours])
+            edit = resolved(editor)(
+                state.lm, [case.fact], progress=lambda x: job.progress(EDIT_FRACTION * x)
             )
-            record = tried(served, edit, case)
-            made = served.visitors.keep(visitor, edit, record, asked)
-            job.say({"event": "edit", "edit": told(made)})
+            evaluated = Case(
+                fact=case.fact,
+                paraphrases=case.paraphrases,
+                neighbours=case.neighbours or neighbours_for(case.fact),
+            )
+            record = before_after(
+                state.lm, edit, evaluated, generation_tokens=limits.max_new_tokens
+            )
+            stored = sessions.store(session, edit, record, body.model_dump())
+            job.send({"event": "edit", "edit": edit_to_dict(stored)})
 
-        return served.stream(request, work)
+        return state.stream(request, work)
 
     @routes.get("/edits")
-    def mine(request: Request) -> dict[str, Any]:
-        """The visitor's edits, the oldest first."""
-        return {"edits": [told(made) for made in served.visitors.edits(visitor_of(request))]}
+    def list_edits(request: Request) -> dict[str, Any]:
+        """The session's edits, oldest first."""
+        return {"edits": [edit_to_dict(e) for e in sessions.edits(request.state.session)]}
 
     @routes.delete("/edits/{id}")
-    def remove(id: str, request: Request) -> dict[str, Any]:
-        """Forget one of them."""
-        served.visitors.remove(visitor_of(request), id)
+    def delete_edit(id: str, request: Request) -> dict[str, Any]:
+        """Remove an edit."""
+        sessions.remove(request.state.session, id)
         return {"removed": id}
 
     @routes.get("/edits/{ids}/{file}", response_class=Response)
-    def download(ids: str, file: str, request: Request) -> Response:
-        """An edit, or several added up (1,3), as a file; of several only edit and adapter."""
-        chosen = served.visitors.chosen(visitor_of(request), ids.split(","))
-        together = served.visitors.together(visitor_of(request), ids.split(","))
-        assert together is not None
-        with served.reading:
-            content = written(served, chosen, together, file)
-        return attached(file, content, f"edit-{'-'.join(m.id for m in chosen)}-{file}")
+    def download_edit(ids: str, file: str, request: Request) -> Response:
+        """An edit as a file; the sum of several edits (ids 1,3) as an edit file or adapter."""
+        selected = sessions.select(request.state.session, ids.split(","))
+        combined = sessions.combined(request.state.session, ids.split(","))
+        assert combined is not None
+        with state.report_lock:
+            content = file_content(state, selected, combined, file)
+        return attachment(content, f"edit-{'-'.join(e.id for e in selected)}-{file}")
 
-    @routes.post("/ask", response_class=Response)
-    async def ask(body: AskBody, request: Request) -> Response:
-        """What the model says as it is, and with the edits that are on."""
-        texts, tokens = body.texts(served.limits), body.length(served.limits)
-        visitor = visitor_of(request)
-        every = served.visitors.edits(visitor)
-        edit = served.visitors.together(visitor, body.edits)
+    @routes.post("/predict", response_class=Response)
+    async def predict(body: PredictBody, request: Request) -> Response:
+        """Predictions of the unedited model and of the model with the selected edits.
+
+        Streams P(new) and P(old) of all edited facts, then a prediction for each prompt.
+        """
+        texts = limits.check_prompts("prompts", body.prompts)
+        new_tokens, session = body.new_tokens(limits), request.state.session
+        stored, edit = sessions.edits(session), sessions.combined(session, body.edits)
 
         def work(job: Job) -> None:
-            check_lengths(served, texts)
-            job.say({"event": "facts", "facts": facts_now(served, every, edit)})
+            check_lengths(state, texts)
+            job.send({"event": "facts", "facts": fact_probabilities(state, stored, edit)})
             for text in texts:
-                job.say({"event": "answer", **answered(served, text, edit, tokens)})
-                job.done(1 / len(texts))
-            job.say({"event": "asked"})
+                job.send({"event": "prediction", **prediction(state, text, edit, new_tokens)})
+                job.progress(1 / len(texts))
+            job.send({"event": "done"})
 
-        return served.stream(request, work)
+        return state.stream(request, work)
 
     return routes
 
 
-# ---- making
-
-
-class Editors:
-    """Methods with their prefixes and statistics settled; the last few are kept."""
-
-    def __init__(self, served: ServerState) -> None:
-        self._lm = served.lm
-        self._kept: dict[tuple[str, int | None, bool], Editor] = {}
-
-    def find(self, body: EditBody) -> Editor:
-        """The editor that a request names."""
-        key = body.method, body.layer, body.without_statistics
-        if key not in self._kept:
-            made = self._made(body).resolve(self._lm)
-            while len(self._kept) >= FEW:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = made
-        return self._kept[key]
-
-    def _made(self, body: EditBody) -> Editor:
-        layer: dict[str, Any] = {"layer": body.layer}
-        if body.method == "memit":
-            layer = {"layers": None if body.layer is None else (body.layer,)}
-        moment = "identity" if body.without_statistics else None
-        return editor(body.method, second_moment=moment, **layer)
-
-
-def check_lengths(served: ServerState, texts: Sequence[str]) -> None:
-    """Refuse a prompt with too many tokens."""
+def check_lengths(state: ServerState, texts: Sequence[str]) -> None:
+    """Raise if a prompt has too many tokens."""
     for text in texts:
-        served.limits.check_tokens(len(encode(served.lm, text)))
-
-
-def tried(served: ServerState, edit: Edit, case: Case) -> EditRecord:
-    """The fact before and after; where no neighbours were given, with well-known facts."""
-    full = Case(
-        fact=case.fact,
-        paraphrases=case.paraphrases,
-        neighbours=case.neighbours or neighbours_for(case.fact),
-    )
-    return before_after(served.lm, edit, full, generation_tokens=served.limits.written)
+        state.limits.check_tokens(len(encode(state.lm, text)))
 
 
 def neighbours_for(fact: Fact, count: int = 6) -> tuple[str, ...]:
-    """Prompts about other subjects: well-known facts in the same words, else of every relation."""
-    others = [f for f in everyday() if f.subject not in fact.text and fact.subject not in f.text]
-    alike = [f.text for f in others if f.prompt == fact.prompt]
-    by_relation = {f.relation: f.text for f in reversed(others)}
-    return tuple(dict.fromkeys([*alike, *by_relation.values()]))[:count]
-
-
-# ---- asking
-
-
-def facts_now(
-    served: ServerState, every: Sequence[StoredEdit], edit: Edit | None
-) -> list[dict[str, Any]]:
-    """How each of a visitor's facts stands with the edits that are on."""
-    asks = [
-        Query(made.record.fact.text, target, which)
-        for made in every
-        for which in (None, None if edit is None else 0)
-        for target in (made.record.own.new, made.record.own.old or made.record.own.new)
+    """Prompts about other subjects: everyday facts with the same prompt, then one per relation."""
+    others = [
+        f for f in everyday_facts() if f.subject not in fact.text and fact.subject not in f.text
     ]
-    found = iter(score_queries(served.lm, asks, [] if edit is None else [edit]))
+    same_prompt = [f.text for f in others if f.prompt == fact.prompt]
+    by_relation = {f.relation: f.text for f in reversed(others)}
+    return tuple(dict.fromkeys([*same_prompt, *by_relation.values()]))[:count]
+
+
+# ---- predictions
+
+
+def fact_probabilities(
+    state: ServerState, stored: Sequence[StoredEdit], edit: Edit | None
+) -> list[dict[str, Any]]:
+    """P(new) and P(old) of each stored edit's fact, unedited and with the selected edits."""
+    queries = [
+        Query(e.record.fact.text, target, which)
+        for e in stored
+        for which in (None, None if edit is None else 0)
+        for target in (e.record.own.new, e.record.own.old or e.record.own.new)
+    ]
+    scores = score_queries(state.lm, queries, [] if edit is None else [edit])
+    p = iter([math.exp(-score.nll) for score in scores])
     return [
         {
-            "id": made.id,
-            "new": made.record.own.new,
-            "old": made.record.own.old,
-            "before": {"new": p_of(next(found).nll), "old": p_of(next(found).nll)},
-            "after": {"new": p_of(next(found).nll), "old": p_of(next(found).nll)},
+            "id": e.id,
+            "new": e.record.own.new,
+            "old": e.record.own.old,
+            "before": {"new": next(p), "old": next(p)},
+            "after": {"new": next(p), "old": next(p)},
         }
-        for made in every
+        for e in stored
     ]
 
 
-def p_of(nll: float) -> float:
-    """The paper's P."""
-    return math.exp(-nll)
+def prediction(state: ServerState, text: str, edit: Edit | None, tokens: int) -> dict[str, Any]:
+    """The most likely next tokens and the greedy continuation of a prompt, before and after."""
+    lm = state.lm
+    tokens = max_new_tokens(lm, [text], tokens)
+    found: dict[str, Any] = {"text": text}
+    for name, applied in (("before", None), ("after", edit)):
+        with nullcontext() if applied is None else edited(lm, [applied]):
+            top = top_next_tokens(lm, text, TOP_TOKENS)
+            continuation = generate_greedy(lm, [text], tokens)[0]
+        found[name] = {
+            "top_tokens": [{"token": display_token(token), "p": p} for token, p in top],
+            "continuation": continuation,
+        }
+    return found
 
 
-def answered(served: ServerState, text: str, edit: Edit | None, tokens: int) -> dict[str, Any]:
-    """A prompt's likeliest next tokens and its continuation, before and after."""
-    lm = served.lm
-    tokens = room(lm, [text], tokens)
-    sides = {}
-    for name, change in (("before", None), ("after", edit)):
-        with nullcontext() if change is None else edited(lm, [change]):
-            best = top_next_tokens(lm, text, LIKELIEST)
-            said = generate_greedy(lm, [text], tokens)[0]
-        likeliest = [{"token": display_token(token), "p": p} for token, p in best]
-        sides[name] = {"likeliest": likeliest, "said": said}
-    return {"text": text, **sides}
+# ---- JSON and files
 
 
-# ---- telling
-
-
-def told(made: StoredEdit) -> dict[str, Any]:
-    """An edit as the page shows it."""
-    record = made.record
+def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
+    """An edit as JSON."""
+    record = stored.record
     return {
-        "id": made.id,
-        "asked": made.asked,
+        "id": stored.id,
+        "request": stored.request,
         "subject": record.fact.subject_span,
         "text": record.fact.text,
         "new": record.own.new,
         "old": record.true,
         "method": record.method,
-        "changed_weights": [weight_label(place) for place in record.changed_weights],
-        "prompts": [_prompt(scores) for scores in record.prompts],
-        "generations": [vars_of(generation) for generation in record.generations],
-        "rails": [vars(rail) for rail in check_rows(record.checks)] if record.checks else [],
+        "changed_weights": [weight_label(weight) for weight in record.changed_weights],
+        "prompts": [_prompt_to_dict(prompt) for prompt in record.prompts],
+        "generations": [dict(vars(generation)) for generation in record.generations],
+        "checks": [vars(row) for row in check_rows(record.checks)] if record.checks else [],
         "complaints": list(record.checks.get("complaints", [])),
     }
 
 
-def _prompt(scores: Any) -> dict[str, Any]:
+def _prompt_to_dict(prompt: PromptChange) -> dict[str, Any]:
     sides = {
         name: {**vars(side), "top": display_token(side.top)}
-        for name, side in (("before", scores.before), ("after", scores.after))
+        for name, side in (("before", prompt.before), ("after", prompt.after))
     }
-    return {**vars(scores), **sides}
+    return {**vars(prompt), **sides}
 
 
-def vars_of(generation: Generation) -> dict[str, str]:
-    """A generation as plain values."""
-    return dict(vars(generation))
-
-
-# ---- files
-
-
-def written(served: ServerState, chosen: Sequence[StoredEdit], together: Edit, file: str) -> bytes:
-    """Edits as a file of that name."""
+def file_content(
+    state: ServerState, selected: Sequence[StoredEdit], combined: Edit, file: str
+) -> bytes:
+    """Edits as one of `FILES`."""
     if file not in FILES:
-        raise NotFound(f"an edit has no file {file[:40]!r}; it has {', '.join(FILES)}")
+        raise NotFound(f"an edit has no file {file[:40]!r}; choose from {', '.join(FILES)}")
     if file == "edit.safetensors":
-        return _by_way_of_disk(lambda folder: together.save(folder / file), file)
+        with tempfile.TemporaryDirectory() as folder:
+            combined.save(Path(folder) / file)
+            return (Path(folder) / file).read_bytes()
     if file == "adapter.zip":
-        return _zipped(lambda folder: export_peft(together, served.lm, folder / "adapter"))
-    if len(chosen) > 1:
-        raise NotFound(f"{file} is of one edit; name one, or take edit.safetensors or adapter.zip")
-    record = chosen[0].record
+        return _zipped_adapter(combined, state)
+    if len(selected) > 1:
+        raise NotFound(
+            f"{file} exists for single edits only; for several, get edit.safetensors or adapter.zip"
+        )
+    record = selected[0].record
     if file == "record.json":
         return (record.to_json() + "\n").encode(errors="replace")
     if file == "page.html":
@@ -270,18 +244,11 @@ def written(served: ServerState, chosen: Sequence[StoredEdit], together: Edit, f
     return figure_bytes(before_after_figure(record), file.partition(".")[2])
 
 
-def _by_way_of_disk(write: Callable[[Path], None], file: str) -> bytes:
-    with tempfile.TemporaryDirectory() as name:
-        write(Path(name))
-        return (Path(name) / file).read_bytes()
-
-
-def _zipped(write: Callable[[Path], None]) -> bytes:
-    """A folder that is written, as one file."""
+def _zipped_adapter(edit: Edit, state: ServerState) -> bytes:
     buffer = io.BytesIO()
-    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(buffer, "w") as archive:
-        write(Path(name))
-        for path in sorted(Path(name).rglob("*")):
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(buffer, "w") as archive:
+        export_peft(edit, state.lm, Path(folder) / "adapter")
+        for path in sorted(Path(folder).rglob("*")):
             if path.is_file():
-                archive.write(path, path.relative_to(name).as_posix())
+                archive.write(path, path.relative_to(folder).as_posix())
     return buffer.getvalue()

@@ -1,81 +1,75 @@
-"""Locate: a trace that comes cell by cell, and its figures and records to take away."""
+"""Traces: stream the cells of a trace while it is computed; download figures and records."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from factscope.errors import NotFound
-from factscope.facts import Fact
 from factscope.lm.tokens import encode_fact
 from factscope.records import TraceRecord
 from factscope.report.figures import gradients_figure, severed_detail, traces_figure
-from factscope.report.style import FIGURE_FORMATS, display_token, figure_bytes, token_labels
+from factscope.report.labels import display_token, token_labels
+from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.report.traces import trace_page
 from factscope.serve.jobs import Job
-from factscope.serve.responses import MEDIA, attached
-from factscope.serve.schemas import LocateBody
-from factscope.serve.sessions import ServerState
-from factscope.tracing.settings import Tracing
+from factscope.serve.responses import attachment
+from factscope.serve.schemas import TraceBody
+from factscope.serve.sessions import TABLE_FIELDS, ServerState
 from factscope.tracing.stream import CellUpdate, stream_trace
 
-__all__ = ["locate_routes"]
+__all__ = ["trace_routes"]
+
+FIGURES = {"figure": traces_figure, "severed": severed_detail, "gradients": gradients_figure}
+FILES = ["record.json", "page.html", *(f"{f}.{kind}" for f in FIGURES for kind in FIGURE_FORMATS)]
 
 
-def locate_routes(served: ServerState) -> APIRouter:
-    """The routes of this view."""
-    routes = APIRouter(prefix="/api", tags=["locate"])
+def trace_routes(state: ServerState) -> APIRouter:
+    """Routes of traces."""
+    routes = APIRouter(prefix="/api", tags=["trace"])
 
-    @routes.post("/locate", response_class=Response)
-    async def locate(body: LocateBody, request: Request) -> Response:
-        """Trace a fact: events, one a line, as they come."""
-        fact, settings = body.fact(served.limits), body.settings(served.limits)
-        name, tables = served.traces.name(body.base()), body.names()
-        known = served.traces.get(name)
-        if known is not None and tables <= tables_of(known):
-            line = json.dumps(whole(name, known), allow_nan=False) + "\n"
+    @routes.post("/traces", response_class=Response)
+    async def create_trace(body: TraceBody, request: Request) -> Response:
+        """Trace a fact. Streams events, one JSON object per line."""
+        fact, settings = body.fact(state.limits), body.tracing(state.limits)
+        name, tables = state.traces.name(fact, settings), body.table_names()
+        cached = state.traces.get(name)
+        if cached is not None and tables <= available_tables(cached):
+            line = json.dumps(record_event(name, cached), allow_nan=False) + "\n"
             return Response(line, media_type="application/x-ndjson")
-        return served.stream(request, tracing(served, fact, settings, name, tables))
+
+        def work(job: Job) -> None:
+            state.limits.check_tokens(len(encode_fact(state.lm, fact)[0]))
+            record: TraceRecord | None = None
+            for update in stream_trace(
+                state.lm, fact, settings, memory=state.trace_memory, only=tables,
+                progress=job.progress,
+            ):  # fmt: skip
+                job.check()
+                if isinstance(update, CellUpdate):
+                    job.send({"event": "cells", **asdict(update)})
+                    continue
+                if record is None:
+                    job.send({"event": "baseline", **baseline(update)})
+                record = update
+            assert record is not None
+            job.send(record_event(name, state.traces.store(name, record)))
+
+        return state.stream(request, work)
 
     @routes.get("/traces/{name}/{file}", response_class=Response)
-    def download(name: str, file: str) -> Response:
+    def download_trace(name: str, file: str) -> Response:
         """A trace as a figure, a page or a record."""
-        record = served.traces.find(name)
-        with served.reading:
-            return attached(file, written(record, file), f"trace-{name[:8]}-{file}")
+        record = state.traces.find(name)
+        with state.report_lock:
+            return attachment(file_content(record, file), f"trace-{name[:8]}-{file}")
 
     return routes
 
 
-def tracing(
-    served: ServerState, fact: Fact, settings: Tracing, name: str, tables: set[tuple[str, str]]
-) -> Callable[[Job], None]:
-    """The work of a trace."""
-
-    def work(job: Job) -> None:
-        served.limits.check_tokens(len(encode_fact(served.lm, fact)[0]))
-        pieces = stream_trace(
-            served.lm, fact, settings, memory=served.memory, only=tables, progress=job.done
-        )
-        last: TraceRecord | None = None
-        for piece in pieces:
-            job.check()
-            if isinstance(piece, CellUpdate):
-                job.say({"event": "cells", **asdict(piece)})
-                continue
-            if last is None:
-                job.say({"event": "runs", **runs_of(piece)})
-            last = piece
-        assert last is not None
-        job.say(whole(name, served.traces.keep(name, last)))
-
-    return work
-
-
-def runs_of(record: TraceRecord) -> dict[str, Any]:
-    """What the clean and the corrupted run tell."""
+def baseline(record: TraceRecord) -> dict[str, Any]:
+    """The results of the clean and the corrupted run."""
     return {
         "labels": token_labels(record),
         "subject": record.subject,
@@ -86,33 +80,24 @@ def runs_of(record: TraceRecord) -> dict[str, Any]:
     }
 
 
-def whole(name: str, record: TraceRecord) -> dict[str, Any]:
-    """The event that ends a trace: all of it, under the name by which it is found again."""
-    tables = {t: getattr(record, t) for t in ("restored", "severed", "gradients")}
-    return {"event": "record", "name": name, **runs_of(record), "tables": tables}
+def record_event(name: str, record: TraceRecord) -> dict[str, Any]:
+    """The last event of a trace: all results, and the name for downloads."""
+    tables = {field: getattr(record, field) for field in TABLE_FIELDS}
+    return {"event": "record", "name": name, **baseline(record), "tables": tables}
 
 
-def tables_of(record: TraceRecord) -> set[tuple[str, str]]:
-    """The tables that a record has."""
-    return {
-        (name, kind)
-        for name in ("restored", "severed", "gradients")
-        for kind in getattr(record, name)
-    }
+def available_tables(record: TraceRecord) -> set[tuple[str, str]]:
+    """The tables of a record, as in `TraceBody.table_names`."""
+    return {(field, kind) for field in TABLE_FIELDS for kind in getattr(record, field)}
 
 
-FIGURES = {"figure": traces_figure, "severed": severed_detail, "gradients": gradients_figure}
-FILES = ["record.json", "page.html", *(f"{f}.{kind}" for f in FIGURES for kind in FIGURE_FORMATS)]
-
-
-def written(record: TraceRecord, file: str) -> bytes:
-    """A trace as a file of that name."""
+def file_content(record: TraceRecord, file: str) -> bytes:
+    """A trace as one of `FILES`."""
     if file not in FILES:
-        raise NotFound(f"a trace has no file {file[:40]!r}; it has {', '.join(FILES)}")
+        raise NotFound(f"a trace has no file {file[:40]!r}; choose from {', '.join(FILES)}")
     if file == "record.json":
         return (record.to_json() + "\n").encode(errors="replace")
     if file == "page.html":
         return trace_page(record).encode(errors="replace")
-    which, _, kind = file.partition(".")
-    assert f".{kind}" in MEDIA
-    return figure_bytes(FIGURES[which](record), kind)
+    figure, _, kind = file.partition(".")
+    return figure_bytes(FIGURES[figure](record), kind)

@@ -1,219 +1,204 @@
-"""What the page asks for: bodies of requests, and the facts and settings that they mean.
+"""Request bodies, and the facts and settings that they describe.
 
-How much a server does for one visitor and for all of them; beyond it, a refusal in words.
+Settings of traces and edits come from the dataclasses `Tracing`, `Rome` and `Memit`: a body holds
+a dict of setting names (those of the command line's flags) and values, and `describe_settings`
+lists names, defaults, choices and help texts for the page's forms.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict, Field
 
 from factscope.analysis.effects import TABLES
-from factscope.errors import BadFact, BadSetting, LimitExceeded, PromptTooLong
+from factscope.editing.editor import Editor
+from factscope.editing.settings import editor
+from factscope.errors import BadFact, BadSetting, LimitExceeded
 from factscope.facts import Case, Fact
 from factscope.records import KINDS
+from factscope.serve.limits import ServerLimits
+from factscope.settings import build, settings_of
 from factscope.tracing.settings import Corruption, Tracing
 
 __all__ = [
-    "AskBody",
+    "EDIT_SETTINGS",
+    "METHODS",
+    "TRACE_SETTINGS",
     "EditBody",
     "FactBody",
-    "LocateBody",
-    "ServerLimits",
+    "PredictBody",
+    "TraceBody",
+    "default_tracing",
+    "describe_settings",
 ]
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """The bounds of a server. With them, its memory is bounded too."""
+# Only settings that read no file and do not multiply the cost of a request may be listed here.
+TraceSetting = Literal[
+    "distribution", "noise", "replace", "extra-tokens", "samples", "seed", "window"
+]
+EditSetting = Literal["token", "kl-weight", "weight-decay"]
+Method = Literal["rome", "r-rome", "memit"]
+TRACE_SETTINGS: tuple[str, ...] = get_args(TraceSetting)
+EDIT_SETTINGS: tuple[str, ...] = get_args(EditSetting)
+METHODS: tuple[str, ...] = get_args(Method)
 
-    characters: int = 600
-    """The longest text in a field."""
-    tokens: int = 48
-    """The longest prompt, as the model counts."""
-    samples: int = 10
-    """The most samples of the noise in a trace."""
-    prompts: int = 12
-    """The most prompts in a list: paraphrases, neighbours, questions."""
-    written: int = 40
-    """The most tokens that are written after a prompt."""
-    waiting: int = 24
-    """The most jobs that wait or run; the next is refused."""
-    each: int = 2
-    """The same for one visitor."""
-    visitors: int = 500
-    """How many visitors' edits are remembered; the one longest away is forgotten first."""
-    edits: int = 12
-    """The most edits of one visitor."""
-    traces: int = 64
-    """How many finished traces are remembered, to be downloaded or shown again."""
-    body: int = 32_768
-    """The most bytes of a request."""
-
-    def check_text(self, name: str, text: str) -> str:
-        """The text, if it is one that can be read, and not too long."""
-        if len(text) > self.characters:
-            raise LimitExceeded(
-                f"the {name} has {len(text)} characters, this server reads at most "
-                f"{self.characters}; shorten it"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadFact(
-                f"the {name} holds half a character ({text[error.start]!r}); leave it out"
-            ) from error
-        return text
-
-    def check_prompts(self, name: str, texts: Sequence[str]) -> tuple[str, ...]:
-        """The prompts, if they are not too many; empty ones are left out."""
-        if len(texts) > self.prompts:
-            raise LimitExceeded(
-                f"there are {len(texts)} {name}, this server takes at most {self.prompts}; "
-                "leave some out"
-            )
-        return tuple(self.check_text(name, text).strip() for text in texts if text.strip())
-
-    def check_samples(self, samples: int) -> int:
-        """The samples of a trace, if they are not too many."""
-        if samples > self.samples:
-            raise LimitExceeded(
-                f"samples is {samples}, this server draws at most {self.samples}; ask for fewer"
-            )
-        return samples
-
-    def check_tokens(self, tokens: int) -> None:
-        """A prompt's tokens, if they are not too many."""
-        if tokens > self.tokens:
-            raise PromptTooLong(
-                f"the prompt has {tokens} tokens, this server reads at most {self.tokens}; "
-                "shorten it"
-            )
+# Bounds of any request, whatever the limits of the server.
+Text = Annotated[str, Field(max_length=4000)]
+Texts = Annotated[list[Text], Field(max_length=64)]
+Integer = Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]  # exact in JavaScript
+Value = bool | Integer | float | Annotated[str, Field(max_length=40)]
 
 
-MOST = 4000
-"""No field is longer, whatever the limits of the server."""
-MANY = 64
-"""No list is longer."""
+def default_tracing(limits: ServerLimits) -> Tracing:
+    """Defaults of traces on the page: fewer noise samples than elsewhere, for a quick answer."""
+    return Tracing(corruption=Corruption(samples=min(5, limits.max_samples)))
 
-Text = Annotated[str, Field(max_length=MOST)]
-Texts = Annotated[list[Text], Field(max_length=MANY)]
-Whole = Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
-"""A number that JavaScript can say, too."""
+
+def describe_settings(base: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Form controls for some settings of a dataclass; the values of `base` are the defaults."""
+    controls = []
+    for setting in (settings_of(base)[name] for name in names):
+        control = "text"
+        if setting.switch:
+            control = "checkbox"
+        elif setting.choices:
+            control = "select"
+        elif setting.type in (int, float) and setting.flag.parse is None:
+            control = "number"
+        default = setting.default if setting.switch else setting.text(setting.default)
+        minimum = [limit.ge for limit in setting.limits if isinstance(limit, Ge)]
+        controls.append(
+            {
+                "name": setting.name, "help": setting.help, "control": control,
+                "default": default, "choices": setting.choices,
+                "min": minimum[0] if minimum else None,
+                "step": 1 if setting.type is int else "any",
+            }
+        )  # fmt: skip
+    return controls
+
+
+def apply_settings(base: T, names: Sequence[str], given: Mapping[Any, Any]) -> T:
+    """The base with some settings changed."""
+    try:
+        changed = build(base, given)
+    except BadSetting as error:
+        raise BadSetting(str(error).removeprefix("--")) from None  # no flags on the page
+    known = settings_of(base)
+    for name in names:
+        value = attrgetter(".".join(known[name].path))(changed)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadSetting(f"{name} is {value}; give a finite number")  # JSON has no infinity
+    return changed
 
 
 class Body(BaseModel):
-    """A request: what it does not know is an error."""
+    """A request body. Unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class FactBody(Body):
-    """A prompt with its subject marked in it."""
+    """A prompt and the subject in it."""
 
     prompt: Text
     subject: Text
-    occurrence: Whole | None = None
-    """Which of the subject's places in the prompt, from 1; the last where nothing is said."""
+    occurrence: Integer | None = None
+    """Which occurrence of the subject in the prompt, from 1; by default the last."""
 
     def fact(self, limits: ServerLimits, target: str | None = None) -> Fact:
-        """The fact, if it is one."""
-        for name in ("prompt", "subject"):
-            limits.check_text(name, getattr(self, name))
+        """The fact; an error if the subject is not in the prompt."""
+        limits.check_text("prompt", self.prompt)
+        limits.check_text("subject", self.subject)
         return Fact.from_text(self.prompt, self.subject, self.occurrence, target=target)
 
 
-class CorruptionBody(Body):
-    """How the subject is hidden."""
+class TraceBody(FactBody):
+    """A fact to trace."""
 
-    distribution: Literal["gaussian", "uniform", "embedding"] = "gaussian"
-    level: float = 3.0
-    in_sigmas: bool = True
-    replace: bool = False
-    extra_tokens: Whole = 0
-    samples: Whole = 5
-    seed: Whole = 0
+    tables: Annotated[list[Text], Field(max_length=64)] = list(KINDS)
+    """Tables to compute: states, mlp, attn, states severed mlp, gradients states, …"""
+    settings: dict[TraceSetting, Value] = {}
 
-    def corruption(self, limits: ServerLimits) -> Corruption:
-        """The same as a setting."""
-        limits.check_samples(self.samples)
-        return Corruption(**self.model_dump())
-
-
-class LocateBody(FactBody):
-    """Which tables of a trace to make."""
-
-    tables: Annotated[list[Text], Field(max_length=MANY)] = list(KINDS)
-    """By their names: states, mlp, attn, states severed mlp, gradients states, …"""
-    corruption: CorruptionBody = CorruptionBody()
-    window: Whole = 10
-
-    def names(self) -> set[tuple[str, str]]:
-        """Where the tables are in a record."""
+    def table_names(self) -> set[tuple[str, str]]:
+        """For each table its field in a `TraceRecord` and the key in that field."""
         unknown = [name for name in self.tables if name not in TABLES]
         if unknown or not self.tables:
-            said = repr(unknown[0][:80]) if unknown else "nothing"
-            raise BadSetting(f"the table {said} is not known; there are: {', '.join(TABLES)}")
+            value = repr(unknown[0][:80]) if unknown else "empty"
+            raise BadSetting(f"tables is {value}; choose from {', '.join(TABLES)}")
         return {TABLES[name] for name in self.tables}
 
-    def settings(self, limits: ServerLimits) -> Tracing:
-        """The settings in which these tables are made."""
-        names = self.names()
-        kinds = {kind for table, kind in names if table != "severed"}
-        return Tracing(
-            corruption=self.corruption.corruption(limits),
+    def tracing(self, limits: ServerLimits) -> Tracing:
+        """The settings that compute these tables."""
+        given = apply_settings(default_tracing(limits), TRACE_SETTINGS, self.settings)
+        if (samples := given.corruption.samples) > limits.max_samples:
+            raise LimitExceeded(f"samples is {samples}; give at most {limits.max_samples}")
+        tables = self.table_names()
+        kinds = {kind for field, kind in tables if field != "severed"}
+        return replace(
+            given,
             kinds=tuple(kind for kind in KINDS if kind in kinds),
-            window=self.window,
-            sever=tuple(m for m in ("attn", "mlp") if ("severed", m) in names),
-            gradients=any(table == "gradients" for table, _ in names),
+            sever=tuple(module for module in ("attn", "mlp") if ("severed", module) in tables),
+            gradients=any(field == "gradients" for field, _ in tables),
         )
-
-    def base(self) -> dict[str, Any]:
-        """What traces of the same fact in the same way have in common."""
-        return self.model_dump(exclude={"tables"})
 
 
 class EditBody(FactBody):
-    """A fact to be rewritten."""
+    """A fact to edit."""
 
     target: Text
-    layer: Whole | None = None
-    """None for the model's default."""
-    method: Literal["rome", "r-rome", "memit"] = "rome"
+    """The new object."""
+    layer: Integer | None = None
+    """Layer to edit; by default the model's."""
+    method: Method = "rome"
     without_statistics: bool = False
-    """Leave the second moment out, where there is none of the layer."""
+    """Edit with C = I, for layers without a second moment on this machine."""
+    settings: dict[EditSetting, Value] = {}
     paraphrases: Texts = []
     neighbours: Texts = []
 
     def case(self, limits: ServerLimits) -> Case:
-        """The fact as it shall be, and what to ask afterwards."""
+        """The edited fact and the prompts to evaluate it with."""
         target = limits.check_text("new object", self.target).strip()
         if not target:
-            raise BadFact("the new object is empty; say what the model shall answer")
+            raise BadFact("the new object is empty; give the answer that the model should predict")
         return Case(
             fact=self.fact(limits, target),
             paraphrases=limits.check_prompts("paraphrases", self.paraphrases),
             neighbours=limits.check_prompts("neighbours", self.neighbours),
         )
 
+    def editor(self) -> Editor:
+        """The editing method with its settings."""
+        layer: dict[str, Any] = {"layer": self.layer}
+        if self.method == "memit":
+            layer = {"layers": None if self.layer is None else (self.layer,)}
+        second_moment = "identity" if self.without_statistics else None
+        base = editor(self.method, second_moment=second_moment, **layer)
+        return apply_settings(base, EDIT_SETTINGS, self.settings)
 
-class AskBody(Body):
-    """Prompts to be continued by the model as it is and with some of the visitor's edits."""
+
+class PredictBody(Body):
+    """Prompts to continue with the unedited model and with some of the session's edits."""
 
     prompts: Texts = []
-    edits: Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=MANY)] = []
-    """The numbers of those that are on."""
-    tokens: Whole | None = None
-    """How many are written after a prompt; None for as many as the server writes."""
+    edits: Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=64)] = []
+    """Ids of the edits to apply."""
+    max_new_tokens: Integer | None = None
+    """Tokens of a continuation; by default the server's limit."""
 
-    def texts(self, limits: ServerLimits) -> tuple[str, ...]:
-        """The prompts, if they can be asked."""
-        return limits.check_prompts("prompts", self.prompts)
-
-    def length(self, limits: ServerLimits) -> int:
-        """How many tokens are written after each."""
-        wanted = limits.written if self.tokens is None else self.tokens
-        if not 0 <= wanted <= limits.written:
-            raise BadSetting(f"tokens is {wanted}; give a number from 0 to {limits.written}")
-        return wanted
+    def new_tokens(self, limits: ServerLimits) -> int:
+        """`max_new_tokens` within the server's limit."""
+        if self.max_new_tokens is None:
+            return limits.max_new_tokens
+        if not 0 <= self.max_new_tokens <= limits.max_new_tokens:
+            raise BadSetting(
+                f"max_new_tokens is {self.max_new_tokens}; give 0 to {limits.max_new_tokens}"
+            )
+        return self.max_new_tokens

@@ -1,22 +1,28 @@
-"""What every request passes: is it ours, is it small enough, whose is it, and what may a page do.
+"""Middleware for every request: host and origin checks, body limit, session cookie, headers.
 
-A page of another site must not use a visitor's browser to reach a server on that visitor's own
-machine. So a request must come under an address or a name that the server goes by (an address
-cannot be rebound, a name can), and a browser that says from where it asks must say: from here.
+Other websites must not reach a server on the user's own machine through the user's browser.
+Against DNS rebinding, the Host header must be an IP address or an allowed name; against
+cross-site requests, the Origin and Sec-Fetch-Site headers must be those of the server's own page.
 """
 
 import asyncio
 import ipaddress
-import json
-from collections.abc import Collection, Iterable
+import re
+import secrets
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import JSONResponse
+
 from factscope.errors import FactscopeError, ForbiddenOrigin, LimitExceeded
-from factscope.serve.responses import error_message, error_status
-from factscope.serve.sessions import COOKIE, new_name, session_in
+from factscope.serve.responses import error_to_dict, error_to_status
 
-__all__ = ["HEADERS", "SecurityMiddleware", "check_origin"]
+__all__ = ["COOKIE", "HEADERS", "SecurityMiddleware"]
 
+COOKIE = "factscope"
+"""Name of the session cookie; its value is a random id."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -29,127 +35,106 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-"""No script but our own files; nothing that a page shows can run."""
-PATIENCE = 10.0
-"""Seconds that a request may take to arrive."""
-HEARD = 2**20
-"""Bytes of a request that is too large that are still listened to: a client that is cut off in the
-middle of its words does not hear why."""
-READING = ("GET", "HEAD")
-OURS = ("same-origin", "none")
+"""Sent with every response. Only our own files can be executed as scripts."""
+BODY_TIMEOUT = 10.0
+"""Seconds until a request body must have arrived."""
+MAX_DISCARDED_BYTES = 2**20
+"""A body that is too large is read and discarded up to this size: a client whose connection is
+closed while it sends does not see the error message."""
+SAFE_METHODS = ("GET", "HEAD")
 
 
 class SecurityMiddleware:
-    """The middleware around the whole application."""
+    """ASGI middleware around the application."""
 
-    def __init__(self, app: Any, *, names: Collection[str], body: int) -> None:
-        """Names that the server goes by besides addresses, and the most bytes of a request."""
-        self.app, self.names, self.body = app, {name.casefold() for name in names}, body
+    def __init__(self, app: Any, *, allowed_hosts: Collection[str], max_body_bytes: int) -> None:
+        self.app, self.max_body_bytes = app, max_body_bytes
+        self.allowed_hosts = {name.casefold() for name in allowed_hosts}
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Let a request pass, or answer it with a refusal."""
+        """Check a request and pass it on, or answer it with an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1")
-                   for name, value in scope["headers"]}  # fmt: skip
+        headers, path = Headers(scope=scope), scope["path"]
         try:
-            check_host(headers.get("host", ""), self.names)
-            check_origin(scope["method"], scope["path"], headers)
-            body = await self._read(scope["method"], headers, receive)
+            check_host(headers.get("host", ""), self.allowed_hosts)
+            check_origin(scope["method"], path, headers)
+            body = await self._read_body(scope["method"], receive)
         except FactscopeError as error:
-            status = 413 if isinstance(error, LimitExceeded) else error_status(error)
-            await _refuse(send, status, error)
+            status = 413 if isinstance(error, LimitExceeded) else error_to_status(error)
+            content = {"error": error_to_dict(error)}
+            response = JSONResponse(content, status, {"connection": "close", **HEADERS})
+            await response(scope, receive, send)
             return
-        visitor = session_in(headers.get("cookie", ""))
-        scope.setdefault("state", {})["visitor"] = visitor or new_name()
-        new = None if visitor else scope["state"]["visitor"]
-        await self.app(scope, _given(body, receive), _dressed(send, new, scope["path"]))
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        known = re.fullmatch("[0-9a-f]{32}", cookie) is not None
+        session = cookie if known else secrets.token_hex(16)
+        scope.setdefault("state", {})["session"] = session
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def _read(self, method: str, headers: dict[str, str], receive: Any) -> bytes:
-        """The whole body; what is too large is heard out for a while, and not kept."""
-        if method in READING:
+        async def receive_body() -> Any:
+            return unread.pop() if unread else await receive()  # then the disconnect
+
+        async def send_with_headers(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                sent = MutableHeaders(scope=message)
+                sent.update(HEADERS)
+                if not known and not path.startswith("/static/"):
+                    attributes = "Path=/; HttpOnly; SameSite=Strict; Max-Age=604800"
+                    sent.append("set-cookie", f"{COOKIE}={session}; {attributes}")
+            await send(message)
+
+        await self.app(scope, receive_body, send_with_headers)
+
+    async def _read_body(self, method: str, receive: Any) -> bytes:
+        if method in SAFE_METHODS:
             return b""
         body, size, more = bytearray(), 0, True
         try:
-            async with asyncio.timeout(PATIENCE):
-                while more and size <= HEARD:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while more and size <= MAX_DISCARDED_BYTES:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         break
-                    size += len(message.get("body", b""))
-                    more = message.get("more_body", False)
-                    if size <= self.body:
-                        body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    size, more = size + len(part), message.get("more_body", False)
+                    if size <= self.max_body_bytes:
+                        body += part
         except TimeoutError:
             raise LimitExceeded(
-                f"the request took more than {PATIENCE:g} seconds to arrive"
+                f"the request body did not arrive within {BODY_TIMEOUT:g} seconds; send it again"
             ) from None
-        if size > self.body:
-            said = headers.get("content-length", f"more than {self.body}")
-            raise LimitExceeded(f"the request has {said[:20]} bytes, at most {self.body} are read")
+        if size > self.max_body_bytes:
+            raise LimitExceeded(
+                f"the request body is larger than {self.max_body_bytes} bytes; shorten it"
+            )
         return bytes(body)
 
 
-def check_host(host: str, names: Collection[str]) -> None:
-    """An address, or a name that the server goes by."""
+def check_host(host: str, allowed: Collection[str]) -> None:
+    """Raise unless the Host header is an IP address or an allowed name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
-        if name.casefold() not in names:
+        if name.casefold() not in allowed:
             raise ForbiddenOrigin(
-                f"this server does not go by the name {name[:80]!r}; use its address, or start it "
-                "with --name"
+                f"the host name {name[:80]!r} is not allowed; use the server's IP address, or "
+                "start it with --allowed-host"
             ) from None
 
 
-def check_origin(method: str, path: str, headers: dict[str, str]) -> None:
-    """A browser that says from where it asks says: from here."""
+def check_origin(method: str, path: str, headers: Mapping[str, str]) -> None:
+    """Raise if a browser says that the request comes from another site."""
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
-        raise ForbiddenOrigin(f"a page of {origin[:80]!r} asked; open this server's own page")
+        raise ForbiddenOrigin(
+            f"the request comes from a page of {origin[:80]!r}; open this server's own page"
+        )
     site = headers.get("sec-fetch-site", "none")
-    if site not in OURS and (path.startswith("/api/") or method not in READING):
-        raise ForbiddenOrigin("a page of another site asked; open this server's own page")
-
-
-async def _refuse(send: Any, status: int, error: FactscopeError) -> None:
-    body = json.dumps({"error": error_message(error)}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
-               (b"connection", b"close"), *_raw(HEADERS.items())]  # fmt: skip
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _given(body: bytes, receive: Any) -> Any:
-    """The body that was read, then whatever comes: a disconnect."""
-    first = True
-
-    async def give() -> dict[str, Any]:
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return give
-
-
-def _dressed(send: Any, visitor: str | None, path: str) -> Any:
-    """Answers with our headers, and a new visitor's name."""
-
-    async def dressed(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", []), *_raw(HEADERS.items())]
-            if visitor is not None and not path.startswith("/static/"):
-                cookie = f"{COOKIE}={visitor}; Path=/; HttpOnly; SameSite=Strict; Max-Age=604800"
-                headers.append((b"set-cookie", cookie.encode()))
-            message = {**message, "headers": headers}
-        await send(message)
-
-    return dressed
-
-
-def _raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in headers]
+    own = site in ("same-origin", "none")
+    if not own and (path.startswith("/api/") or method not in SAFE_METHODS):
+        raise ForbiddenOrigin(
+            "the request comes from a page of another site; open this server's own page"
+        )

@@ -1,266 +1,190 @@
-"""Visitors and what is theirs: edits, which nobody else sees.
+"""State of the server: the model, the job queue, the edits of each session, finished traces.
 
-A visitor is a random number in a cookie. Nothing is remembered of one who has made no edit.
-
-What all the routes share: the model, its queue, the visitors, and traces that are finished.
+A session is a random id in a cookie (see `security`). Nothing is stored for a session without
+edits.
 """
 
 import hashlib
 import json
-import re
-import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
 
+from factscope.editing.edit import Edit
 from factscope.errors import LimitExceeded, NotFound
+from factscope.facts import Fact
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.records import EditRecord, TraceRecord
-from factscope.serve.jobs import Job, WorkQueue
-from factscope.serve.schemas import ServerLimits
+from factscope.records import KINDS, EditRecord, TraceRecord
+from factscope.serve.jobs import EventStream, Job, JobQueue
+from factscope.serve.limits import ServerLimits
+from factscope.tracing.settings import Tracing
 
-if TYPE_CHECKING:
-    from factscope.editing.edit import Edit
-    from factscope.serve.schemas import ServerLimits
+__all__ = ["TABLE_FIELDS", "ServerState", "Sessions", "StoredEdit", "Traces"]
 
-__all__ = [
-    "COOKIE",
-    "ServerState",
-    "Sessions",
-    "StoredEdit",
-    "Traces",
-    "new_name",
-    "session_in",
-    "visitor_of",
-]
-
-COOKIE = "factscope"
-NAME = re.compile(rf"(?:^|;\s*){COOKIE}=([0-9a-f]{{32}})(?:;|$)")
+TABLE_FIELDS = ("restored", "severed", "gradients")
+"""The fields of a `TraceRecord` that hold tables."""
+CPU_TRACE_MEMORY = 2**28
+"""Bytes that a trace may allocate on the CPU, besides the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredEdit:
-    """An edit that a visitor made."""
+    """An edit of a session."""
 
     id: str
-    edit: "Edit"
+    edit: Edit
     record: EditRecord
-    asked: dict[str, Any]
-    """The request that made it: whoever sends it again gets the same."""
+    request: dict[str, Any]
+    """The request body; the same body gives the same edit again."""
 
 
 @dataclass
-class _Own:
-    """What one visitor has."""
-
-    made: dict[str, StoredEdit] = field(default_factory=dict)
-    count: int = 0
+class _Session:
+    edits: dict[str, StoredEdit] = field(default_factory=dict)
+    created: int = 0
+    """Edits so far, removed ones included: the last id."""
 
 
 class Sessions:
-    """Every visitor's edits, as many as the limits allow."""
+    """The edits of all sessions. The least recently used session is dropped first."""
 
-    def __init__(self, limits: "ServerLimits") -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
-        self._own: OrderedDict[str, _Own] = OrderedDict()
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._lock = threading.Lock()
 
-    def edits(self, visitor: str) -> list[StoredEdit]:
-        """A visitor's edits, the oldest first."""
+    def edits(self, session: str) -> list[StoredEdit]:
+        """A session's edits, oldest first."""
         with self._lock:
-            own = self._own.get(visitor)
-            if own is None:
+            if session not in self._sessions:
                 return []
-            self._own.move_to_end(visitor)
-            return list(own.made.values())
+            self._sessions.move_to_end(session)
+            return list(self._sessions[session].edits.values())
 
-    def check_room(self, visitor: str) -> None:
-        """Refuse an edit that would be one too many."""
-        if len(self.edits(visitor)) >= self._limits.edits:
+    def check_capacity(self, session: str) -> None:
+        """Raise if the session cannot store another edit."""
+        if len(self.edits(session)) >= self._limits.max_edits:
             raise LimitExceeded(
-                f"you have {self._limits.edits} edits, and this server keeps no more; remove one"
+                f"you have {self._limits.max_edits} edits, the most that this server stores; "
+                "remove one"
             )
 
-    def keep(
-        self, visitor: str, edit: "Edit", record: EditRecord, asked: dict[str, Any]
+    def store(
+        self, session: str, edit: Edit, record: EditRecord, request: dict[str, Any]
     ) -> StoredEdit:
-        """Remember an edit."""
-        self.check_room(visitor)
+        """Store an edit under a new id."""
+        self.check_capacity(session)
         with self._lock:
-            own = self._own.setdefault(visitor, _Own())
-            self._own.move_to_end(visitor)
-            own.count += 1
-            made = StoredEdit(id=str(own.count), edit=edit, record=record, asked=asked)
-            own.made[made.id] = made
-            while len(self._own) > self._limits.visitors:
-                self._own.popitem(last=False)
-        return made
+            own = self._sessions.setdefault(session, _Session())
+            self._sessions.move_to_end(session)
+            own.created += 1
+            stored = StoredEdit(id=str(own.created), edit=edit, record=record, request=request)
+            own.edits[stored.id] = stored
+            while len(self._sessions) > self._limits.max_sessions:
+                self._sessions.popitem(last=False)
+        return stored
 
-    def remove(self, visitor: str, id: str) -> None:
-        """Forget an edit."""
-        self.chosen(visitor, [id])
+    def remove(self, session: str, id: str) -> None:
+        """Remove an edit."""
+        self.select(session, [id])
         with self._lock:
-            own = self._own.get(visitor)
-            if own is not None:
-                own.made.pop(id, None)
+            if session in self._sessions:
+                self._sessions[session].edits.pop(id, None)
 
-    def chosen(self, visitor: str, ids: Sequence[str]) -> list[StoredEdit]:
-        """Some of a visitor's edits, by their numbers."""
-        own = {made.id: made for made in self.edits(visitor)}
-        missing = [id for id in ids if id not in own]
-        if missing:
+    def select(self, session: str, ids: Sequence[str]) -> list[StoredEdit]:
+        """Some of a session's edits; NotFound if one does not exist."""
+        own = {stored.id: stored for stored in self.edits(session)}
+        if missing := [id for id in ids if id not in own]:
             known = ", ".join(own) or "none"
-            raise NotFound(
-                f"you have no edit {missing[0][:20]!r} (there are: {known}); make it again"
-            )
+            raise NotFound(f"you have no edit {missing[0][:20]!r} (your edits: {known})")
         return [own[id] for id in dict.fromkeys(ids)]
 
-    def together(self, visitor: str, ids: Sequence[str]) -> "Edit | None":
-        """The sum of some of a visitor's edits; None of none."""
-        edits = [made.edit for made in self.chosen(visitor, ids)]
+    def combined(self, session: str, ids: Sequence[str]) -> Edit | None:
+        """The sum of some of a session's edits; None without any."""
+        edits = [stored.edit for stored in self.select(session, ids)]
         return reduce(add, edits) if edits else None
 
 
-def new_name() -> str:
-    """A visitor's name, which nobody guesses."""
-    return secrets.token_hex(16)
-
-
-def session_in(cookies: str) -> str | None:
-    """The visitor that a Cookie header names."""
-    found = NAME.search(cookies)
-    return found[1] if found else None
-
-
-MEMORY = 2**28
-"""The bytes that a trace may take beside the model, where there is no GPU."""
-
-
 class Traces:
-    """Finished traces by name; the one asked for least recently is forgotten first."""
+    """Cache of finished traces. The least recently used one is dropped first."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_traces: int) -> None:
+        self._max_traces = max_traces
         self._records: OrderedDict[str, TraceRecord] = OrderedDict()
         self._lock = threading.Lock()
 
     @staticmethod
-    def name(asked: dict[str, Any]) -> str:
-        """The name of all traces of a fact in the same way."""
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+    def name(fact: Fact, settings: Tracing) -> str:
+        """The cache key: a hash of fact and settings, whichever tables are computed."""
+        settings = replace(settings, kinds=KINDS, sever=(), gradients=False)
+        key = json.dumps([asdict(fact), settings.to_dict()], sort_keys=True)
+        return hashlib.sha256(key.encode()).hexdigest()[:24]
 
     def get(self, name: str) -> TraceRecord | None:
-        """A trace, if it is remembered."""
+        """A trace, or None if it is not in the cache."""
         with self._lock:
             if name in self._records:
                 self._records.move_to_end(name)
             return self._records.get(name)
 
     def find(self, name: str) -> TraceRecord:
-        """A trace that must be there."""
+        """A trace; NotFound if it is not in the cache."""
         record = self.get(name)
         if record is None:
-            raise NotFound(f"the trace {name[:40]!r} is not here any more; trace it again")
+            raise NotFound(f"the trace {name[:40]!r} is no longer stored; trace the fact again")
         return record
 
-    def keep(self, name: str, record: TraceRecord) -> TraceRecord:
-        """Remember a trace, with the tables that others of the same fact have made."""
+    def store(self, name: str, record: TraceRecord) -> TraceRecord:
+        """Store a trace; its tables are merged with those that are stored under the same name."""
         with self._lock:
             known = self._records.pop(name, None)
-            self._records[name] = record = record if known is None else _both(known, record)
-            while len(self._records) > self._most:
+            self._records[name] = record = record if known is None else _merge(known, record)
+            while len(self._records) > self._max_traces:
                 self._records.popitem(last=False)
         return record
 
 
-def _both(one: TraceRecord, other: TraceRecord) -> TraceRecord:
-    """One record with the tables of two; its settings say what there is."""
-    tables = {
-        name: {**getattr(one, name), **getattr(other, name)}
-        for name in ("restored", "severed", "gradients")
-    }
-    said = {
+def _merge(old: TraceRecord, new: TraceRecord) -> TraceRecord:
+    """One record with the tables of two, and settings that list them."""
+    tables = {name: {**getattr(old, name), **getattr(new, name)} for name in TABLE_FIELDS}
+    listed = {
         "kinds": tuple(tables["restored"]),
         "sever": tuple(tables["severed"]),
         "gradients": bool(tables["gradients"]),
     }
-    return replace(one, **tables, settings={**one.settings, **said})
+    return replace(old, **tables, settings={**old.settings, **listed})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ServerState:
-    """One model, and everyone who came to see it."""
+    """What all routes share."""
 
-    lm: LM
-    runs: Path | None = None
-    """The folder whose runs are shown."""
-    limits: ServerLimits = field(default_factory=ServerLimits)
-
-    @cached_property
-    def queue(self) -> WorkQueue:
-        """The one worker that uses the model; every forward pass looks up whether to go on."""
-        return WorkQueue(
-            waiting=self.limits.waiting,
-            each=self.limits.each,
-            around=lambda job: hook_outputs((self.lm.embed, lambda out: job.check())),
+    def __init__(
+        self, *, lm: LM, runs: Path | None = None, limits: ServerLimits | None = None
+    ) -> None:
+        """`runs` is the folder of runs to compare."""
+        self.lm, self.runs = lm, runs
+        self.limits = limits or ServerLimits()
+        self.sessions = Sessions(self.limits)
+        self.traces = Traces(self.limits.max_traces)
+        # matplotlib is not thread-safe: held while figures are drawn or runs are read.
+        self.report_lock = threading.Lock()
+        self.trace_memory = CPU_TRACE_MEMORY if lm.device.type == "cpu" else None
+        self.queue = JobQueue(
+            max_jobs=self.limits.max_jobs,
+            max_jobs_per_session=self.limits.max_jobs_per_session,
+            # Every forward pass checks whether its job was cancelled.
+            context=lambda job: hook_outputs((lm.embed, lambda output: job.check())),
         )
 
-    @cached_property
-    def visitors(self) -> Sessions:
-        """Whose edits are whose."""
-        return Sessions(self.limits)
-
-    @cached_property
-    def traces(self) -> Traces:
-        """What was traced lately."""
-        return Traces(self.limits.traces)
-
-    @cached_property
-    def reading(self) -> threading.Lock:
-        """Figures are drawn, and runs read, one at a time: matplotlib knows no threads."""
-        return threading.Lock()
-
-    @property
-    def memory(self) -> int | None:
-        """The bound on memory of a trace."""
-        return MEMORY if self.lm.device.type == "cpu" else None
-
-    def stream(self, request: Request, work: Callable[[Job], None]) -> "EventStream":
-        """Put work in the queue and tell its events as they come, one a line."""
-        job = self.queue.submit(visitor_of(request), work)
+    def stream(self, request: Request, work: Callable[[Job], None]) -> EventStream:
+        """Queue work; the response streams its events."""
+        job = self.queue.submit(request.state.session, work)
         return EventStream(self.queue, job)
-
-
-class EventStream(StreamingResponse):
-    """A job's events as lines of JSON; when nobody listens any more, the job is called off."""
-
-    def __init__(self, queue: WorkQueue, job: Job) -> None:
-        self._queue, self._job = queue, job
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(_lines(job), media_type="application/x-ndjson", headers=headers)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._queue.cancel(self._job)
-
-
-async def _lines(job: Job) -> AsyncIterator[bytes]:
-    while (event := await job.events.get()) is not None:
-        yield json.dumps(event, ensure_ascii=True, allow_nan=False).encode() + b"\n"
-
-
-def visitor_of(request: Request) -> str:
-    """Who asks: see `serve.guard`."""
-    return request.state.visitor

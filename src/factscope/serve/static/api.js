@@ -1,33 +1,33 @@
-// Talking with the server: plain answers, and streams of events, one a line of JSON.
+// Requests to the server: JSON responses, and streams of events with one JSON object per line.
 
-export class Refusal extends Error {
+export class ServerError extends Error {
   constructor(error) {
-    super(error?.message ?? "the server did not answer; is it still running?");
-    this.kind = error?.kind ?? "NoAnswer";
+    super(error?.message ?? "the server did not respond; is it still running?");
+    this.kind = error?.kind ?? "NoResponse";
   }
 }
 
-async function answer(path, options) {
+async function request(path, options) {
   let response;
   try {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal();
+    throw new ServerError();
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
-  throw new Refusal(body.error ?? { message: `the server answered ${response.status}` });
+  throw new ServerError(body.error ?? { message: `the server responded with status ${response.status}` });
 }
 
-export const get = async (path) => (await answer(path)).json();
+export const get = async (path) => (await request(path)).json();
 
-export const remove = async (path) => (await answer(path, { method: "DELETE" })).json();
+export const remove = async (path) => (await request(path, { method: "DELETE" })).json();
 
-// Each event is given to `hear`. Where the signal aborts, the server stops the work.
-export async function stream(path, body, hear, signal) {
+// Call `onEvent` for each event. Aborting the signal cancels the job on the server.
+export async function stream(path, body, onEvent, signal) {
   const headers = { "content-type": "application/json" };
-  const response = await answer(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -37,8 +37,8 @@ export async function stream(path, body, hear, signal) {
     rest = lines.pop();
     for (const line of lines) {
       const event = JSON.parse(line);
-      if (event.event === "error") throw new Refusal(event.error);
-      hear(event);
+      if (event.event === "error") throw new ServerError(event.error);
+      onEvent(event);
     }
   }
 }

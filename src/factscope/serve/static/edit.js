@@ -1,32 +1,38 @@
-// Edit: choose a layer, give the new object, see what changed; a list of edits with switches.
+// The edit view: choose a layer, give the new object, see what changed; a list of edits with switches.
 
 import { get, remove } from "./api.js";
 import { sideBySide } from "./diff.js";
-import { $, el, fill, links, numbers, percent, refill, visible } from "./dom.js";
+import { $, downloadLinks, el, fill, percent, refill, showNumbers, visible } from "./dom.js";
 import { Job } from "./job.js";
-import { layerEffects } from "./locate.js";
 import { prompt } from "./prompt.js";
+import { drawSettings, readSettings, writeSettings } from "./settings.js";
+import { layerEffects } from "./trace.js";
 
 const FILES = [["edit", "edit.safetensors"], ["LoRA adapter", "adapter.zip"], ["figure", "figure.png"], ["SVG", "figure.svg"], ["page", "page.html"], ["record", "record.json"]];
-const TOGETHER = [["edit", "edit.safetensors"], ["LoRA adapter", "adapter.zip"]];
+const COMBINED_FILES = FILES.slice(0, 2);
 
-const TONES = { new: "new", old: "was" };
-
-let about, remember, jobs;
+let about, saveState, jobs;
 let layer = null;
-let edits = []; // The server's, each with `on` and how it stands now.
-let shown = null;
-let asked = null; // The last question, asked again when a switch is turned.
+let edits = []; // As the server returns them, with `on` (selected) and `now` (its event "facts").
+let shown = null; // Id of the edit whose details are shown.
+let lastPrompt = null; // Predicted again when edits are switched on or off.
 
-export function startEdit(known, keep) {
-  [about, remember] = [known, keep];
-  jobs = { rewrite: new Job($("rewrite-status")), ask: new Job($("ask-status")) };
-  chooseLayer(about.layer);
-  $("rewrite").addEventListener("submit", (event) => { event.preventDefault(); rewrite(request()); });
-  $("ask").addEventListener("submit", (event) => { event.preventDefault(); ask($("ask").elements.prompt.value); });
+const form = () => $("edit-form").elements;
+
+export function startEdit(info, save) {
+  [about, saveState] = [info, save];
+  jobs = { edit: new Job($("edit-status")), predict: new Job($("predict-status")) };
+  fill(form().method, Object.entries(about.methods).map(([value, { name }]) => el("option", { value }, name)));
+  form().method.addEventListener("change", drawMethod);
+  drawMethod();
+  chooseLayer(about.default_layer);
+  $("edit-form").addEventListener("submit", (event) => { event.preventDefault(); createEdit(requestBody()); });
+  $("predict-form").addEventListener("submit", (event) => { event.preventDefault(); predict($("predict-form").elements.prompt.value); });
 }
 
-// ---- the layer
+const drawMethod = () => drawSettings($("edit-settings"), about.methods[form().method.value].settings);
+
+// ---- layer
 
 export function chooseLayer(number) {
   layer = number;
@@ -36,216 +42,229 @@ export function chooseLayer(number) {
 export function drawLayers() {
   const effects = layerEffects();
   const high = Math.max(1e-9, ...(effects ?? [0]));
-  refill($("layers"), [...Array(about.layers).keys()].map((number) => {
+  refill($("layers"), [...Array(about.n_layers).keys()].map((number) => {
     const bar = el("i");
     bar.style.height = `${effects ? 100 * (effects[number] / high) : 0}%`;
-    const here = number === layer;
+    const selected = number === layer;
     return el("button", {
-      type: "button", role: "radio", "data-key": number, ariaChecked: String(here), tabIndex: here ? 0 : -1,
-      className: about.layers_known.includes(number) ? "known" : "",
+      type: "button", role: "radio", "data-key": number, ariaChecked: String(selected), tabIndex: selected ? 0 : -1,
+      className: about.layers_with_statistics.includes(number) ? "known" : "",
       ariaLabel: `layer ${number}${effects ? `, MLP effect ${percent(effects[number])}` : ""}`,
-      title: effects ? `MLP effect at the subject's last token: ${percent(effects[number])}` : `layer ${number}`,
-      onclick: () => { chooseLayer(number); remember(); }, onkeydown: step,
+      title: effects ? `MLP effect at the last subject token: ${percent(effects[number])}` : `layer ${number}`,
+      onclick: () => { chooseLayer(number); saveState(); }, onkeydown: moveLayer,
     }, el("b", {}, bar), String(number));
   }));
   $("layers").classList.toggle("bare", !effects);
-  fill($("layer-words"), layerWords(effects));
+  fill($("layer-notes"), layerNotes(effects));
 }
 
-function layerWords(effects) {
-  const peak = effects ? effects.indexOf(Math.max(...effects)) : null;
-  const suggested = layer === about.layer ? `Layer ${layer} is suggested: ${about.why}.`
-    : [`Layer ${layer} is yours; suggested is `, el("button", { type: "button", className: "link", onclick: () => chooseLayer(about.layer) }, `layer ${about.layer}`), `: ${about.why}.`];
-  const traced = peak === null || peak === layer ? (peak === layer ? " The trace's MLP effect peaks here, too." : "")
-    : [" The trace's MLP effect peaks at ", el("button", { type: "button", className: "link", onclick: () => chooseLayer(peak) }, `layer ${peak}`), "."];
-  const bare = about.layers_known.includes(layer) ? ""
-    : ` There are no statistics of layer ${layer} here: C is left out, which is not the paper's method and disturbs other facts more.`;
-  return [suggested, traced, bare].flat();
+function layerNotes(effects) {
+  const link = (number) => el("button", { type: "button", className: "link", onclick: () => chooseLayer(number) }, `layer ${number}`);
+  const source = about.default_layer_source;
+  const notes = layer === about.default_layer ? [`Layer ${layer} is the default for this model (${source}).`]
+    : [`Layer ${layer} is selected. The default for this model is `, link(about.default_layer), ` (${source}).`];
+  if (effects) {
+    const peak = effects.indexOf(Math.max(...effects));
+    notes.push(...(peak === layer ? [" The MLP effect of the trace is highest at this layer."]
+      : [" The MLP effect of the trace is highest at ", link(peak), "."]));
+  }
+  if (!about.layers_with_statistics.includes(layer)) {
+    notes.push(` No second moment C was collected for layer ${layer} (factscope stats). The edit uses C = I, which is not the paper's method and changes other facts more.`);
+  }
+  return notes;
 }
 
-function step(event) {
-  const by = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 }[event.key];
-  if (!by) return;
+function moveLayer(event) {
+  const step = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 }[event.key];
+  if (!step) return;
   event.preventDefault();
-  chooseLayer((layer + by + about.layers) % about.layers);
+  chooseLayer((layer + step + about.n_layers) % about.n_layers);
   $("layers").children[layer].focus();
 }
 
-// ---- making an edit
+// ---- new edits
 
 const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
 
-function request() {
-  const f = $("rewrite").elements;
+function requestBody() {
+  const f = form();
   return {
     ...prompt.body, target: f.target.value, layer, method: f.method.value,
-    without_statistics: !about.layers_known.includes(layer),
+    without_statistics: !about.layers_with_statistics.includes(layer),
+    settings: readSettings($("edit-settings")),
     paraphrases: lines(f.paraphrases.value), neighbours: lines(f.neighbours.value),
   };
 }
 
-async function rewrite(body, on = true) {
-  if (!body.subject.trim()) return jobs.rewrite.fail("select the words of the prompt that name its subject");
-  if (!body.target.trim()) return jobs.rewrite.fail("say what the new object shall be");
-  let made = null;
-  await jobs.rewrite.run("/api/edits", body, (event) => {
-    if (event.event === "edit") made = event.edit;
+async function createEdit(body, on = true) {
+  if (!body.subject.trim()) return jobs.edit.showMessage("select the subject in the prompt");
+  if (!body.target.trim()) return jobs.edit.showMessage("enter the new object");
+  let created = null;
+  await jobs.edit.run("/api/edits", body, (event) => {
+    if (event.event === "edit") created = event.edit;
   });
-  if (!made) return null;
-  edits.push({ ...made, on, now: null });
-  shown = made.id;
+  if (!created) return null;
+  edits.push({ ...created, on, now: null });
+  shown = created.id;
   draw();
-  remember();
-  await ask(asked);
-  return made;
+  saveState();
+  return predict(lastPrompt);
 }
 
-// ---- the list
+// ---- list of edits
+
+const selectedIds = () => edits.filter((edit) => edit.on).map((edit) => edit.id);
 
 function draw() {
   $("no-edits").hidden = edits.length > 0;
-  $("ask").hidden = edits.length === 0;
-  refill($("edits"), edits.map(row));
-  const on = edits.filter((edit) => edit.on).map((edit) => edit.id);
-  if (on.length > 1) links($("edits-files"), `Those that are on, together:`, `/api/edits/${on.join(",")}`, TOGETHER);
+  $("predict-form").hidden = edits.length === 0;
+  refill($("edits"), edits.map(editRow));
+  const on = selectedIds();
+  if (on.length > 1) downloadLinks($("edits-files"), "Download the selected edits combined:", `/api/edits/${on.join(",")}`, COMBINED_FILES);
   else fill($("edits-files"));
-  drawDetail();
+  drawDetails();
 }
 
-function row(edit) {
-  const flip = el("input", {
+function editRow(edit) {
+  const toggle = el("input", {
     type: "checkbox", role: "switch", "data-key": `switch ${edit.id}`, checked: edit.on, ariaLabel: `edit ${edit.id}: ${edit.text} ${edit.new}`,
-    onchange: (event) => { edit.on = event.target.checked; draw(); remember(); ask(asked); },
+    onchange: (event) => { edit.on = event.target.checked; draw(); saveState(); predict(lastPrompt); },
   });
   const now = edit.now && `P(${visible(edit.new)}) ${percent(edit.now.before.new)} → ${percent(edit.now.after.new)}`;
   return el("li", { className: edit.id === shown ? "shown" : "" },
-    flip,
-    el("button", { type: "button", className: "words", "data-key": `words ${edit.id}`, ariaExpanded: String(edit.id === shown), onclick: () => { shown = edit.id; draw(); } },
-      factWords(edit), el("small", { className: "soft" }, ` ${now ?? ""}`)),
-    edit.complaints.length ? el("span", { className: "tag bad", title: edit.complaints.join("; ") }, "beyond the guard rails") : null,
-    el("button", { type: "button", className: "quiet", ariaLabel: `remove edit ${edit.id}`, onclick: () => drop(edit) }, "Remove"));
+    toggle,
+    el("button", { type: "button", className: "fact", "data-key": `fact ${edit.id}`, ariaExpanded: String(edit.id === shown), onclick: () => { shown = edit.id; draw(); } },
+      factText(edit), el("small", { className: "soft" }, ` ${now ?? ""}`)),
+    edit.complaints.length ? el("span", { className: "tag bad", title: edit.complaints.join("; ") }, "checks failed") : null,
+    el("button", { type: "button", className: "quiet", ariaLabel: `remove edit ${edit.id}`, onclick: () => removeEdit(edit) }, "Remove"));
 }
 
-function factWords({ text, subject: [start, stop], old, new: target }) {
-  const letters = [...text]; // The server counts characters, not UTF-16 units.
-  const cut = (from, to) => visible(letters.slice(from, to).join(""));
-  return [cut(0, start), el("span", { className: "subject" }, cut(start, stop)), cut(stop), " ",
+function factText({ text, subject: [start, stop], old, new: target }) {
+  const characters = [...text]; // The server counts characters, not UTF-16 code units.
+  const slice = (from, to) => visible(characters.slice(from, to).join(""));
+  return [slice(0, start), el("span", { className: "subject" }, slice(start, stop)), slice(stop), " ",
     el("span", { className: "old" }, visible(old ?? "?")), " ", el("mark", {}, visible(target))];
 }
 
-async function drop(edit) {
+async function removeEdit(edit) {
   await remove(`/api/edits/${edit.id}`).catch(() => {});
   edits = edits.filter((other) => other !== edit);
   if (shown === edit.id) shown = edits.at(-1)?.id ?? null;
   draw();
-  remember();
-  ask(asked);
+  saveState();
+  predict(lastPrompt);
 }
 
-// ---- one edit
+// ---- details of one edit
 
-function drawDetail() {
+function drawDetails() {
   const edit = edits.find((other) => other.id === shown);
-  if (!edit) return fill($("edit-detail"));
-  const of = (kind) => edit.prompts.filter((scores) => scores.kind === kind);
-  const [own] = of("prompt");
-  const neighbours = of("neighbour"), paraphrases = of("paraphrase");
-  const kept = neighbours.filter((scores) => scores.before.top === scores.after.top).length;
+  if (!edit) return fill($("edit-details"));
+  const ofKind = (kind) => edit.prompts.filter((change) => change.kind === kind);
+  const [own] = ofKind("prompt");
+  const neighbours = ofKind("neighbour"), paraphrases = ofKind("paraphrase");
+  const unchanged = neighbours.filter((change) => change.before.top === change.after.top).length;
   const summary = el("dl", { className: "numbers" });
-  numbers(summary, {
+  showNumbers(summary, {
     [`P(${visible(own.new)})`]: `${percent(own.before.new)} → ${percent(own.after.new)}`,
     [`P(${visible(own.old ?? "old")})`]: `${percent(own.before.old)} → ${percent(own.after.old)}`,
-    "neighbours that answer as before": `${kept} of ${neighbours.length}`,
+    "neighbours with an unchanged prediction": `${unchanged} of ${neighbours.length}`,
   });
   const files = el("p", { className: "downloads" });
-  links(files, "Take it away:", `/api/edits/${edit.id}`, FILES);
-  return fill($("edit-detail"), el("div", { className: "card" },
-    el("h2", {}, "What this edit alone changes"), summary,
-    group("The prompt and its paraphrases should change", [own, ...paraphrases], ["new", "old"]),
-    neighbours.length ? group("Neighbours should stay", neighbours, ["old", "new"]) : null,
-    edit.generations.length ? el("h3", {}, "What it says") : null,
+  downloadLinks(files, "Download:", `/api/edits/${edit.id}`, FILES);
+  return fill($("edit-details"), el("div", { className: "card" },
+    el("h2", {}, "Effect of this edit alone"), summary,
+    changes("Prompt and paraphrases: should change", [own, ...paraphrases], ["new", "old"]),
+    neighbours.length ? changes("Neighbours: should not change", neighbours, ["old", "new"]) : null,
+    edit.generations.length ? el("h3", {}, "Generated text") : null,
     edit.generations.map(({ text, before, after }) => [el("p", { className: "opening" }, `${visible(text)} …`), sideBySide(before, after, "with this edit")]).flat(),
-    el("details", { className: "plain" }, el("summary", {}, edit.complaints.length ? "Guard rails: beyond the limits" : "Guard rails: kept"), rails(edit)),
+    el("details", { className: "plain" }, el("summary", {}, edit.complaints.length ? "Checks: failed" : "Checks: passed"), checks(edit)),
     files));
 }
 
-function group(title, prompts, which) {
-  return el("section", { className: "dumbs" }, el("h3", {}, title), key(which),
-    prompts.map((scores) => el("div", { className: "dumb" },
-      el("p", {}, visible(scores.text), el("small", { className: "soft" }, `  says ${scores.before.top} → ${scores.after.top}`)),
-      el("div", {}, which.map((name) => track(scores, name))))));
+// CSS classes of the two objects; page.css defines their colors.
+const TONES = { new: "new", old: "was" };
+
+// A dumbbell chart: the probability of each object before (○) and after (●), by prompt.
+function changes(title, prompts, objects) {
+  const names = { new: "new object", old: "old object" };
+  const legend = el("p", { className: "legend small" },
+    objects.map((object) => el("span", { className: `swatch ${TONES[object]}` }, names[object])), el("span", { className: "soft" }, "○ before ● after"));
+  return el("section", { className: "dumbbells" }, el("h3", {}, title), legend,
+    prompts.map((change) => el("div", { className: "dumbbell" },
+      el("p", {}, visible(change.text), el("small", { className: "soft" }, `  predicts ${change.before.top} → ${change.after.top}`)),
+      el("div", {}, objects.map((object) => track(change, object))))));
 }
 
-function key(which) {
-  const words = { new: "the new object", old: "the old object" };
-  return el("p", { className: "key small" }, which.map((name) => el("span", { className: `swatch ${TONES[name]}` }, words[name])), el("span", { className: "soft" }, "○ before ● after"));
-}
-
-function track(scores, name) {
-  const [before, after] = [scores.before[name], scores.after[name]];
+function track(change, object) {
+  const [before, after] = [change.before[object], change.after[object]];
   if (before === null || after === null) return null;
   const bar = el("i"), from = el("b", { className: "from" }), to = el("b");
   bar.style.left = `${100 * Math.min(before, after)}%`;
   bar.style.width = `${100 * Math.abs(after - before)}%`;
   from.style.left = `${100 * before}%`;
   to.style.left = `${100 * after}%`;
-  return el("div", { className: `track ${TONES[name]}` }, el("span", {}, bar, from, to), el("small", {}, `${visible(scores[name] ?? "")} ${percent(before)} → ${percent(after)}`));
+  return el("div", { className: `track ${TONES[object]}` }, el("span", {}, bar, from, to), el("small", {}, `${visible(change[object] ?? "")} ${percent(before)} → ${percent(after)}`));
 }
 
-function rails(edit) {
+function checks(edit) {
   return el("div", { className: "scrollable" }, el("table", {}, el("tbody", {},
-    edit.rails.map((rail) => el("tr", {}, el("td", {}, rail.name), el("td", {}, rail.value), el("td", {}, rail.limit),
-      el("td", { className: rail.kept ? "" : "failure" }, rail.kept ? "kept" : "broken"))))),
-    edit.changed_weights.map((place) => el("p", { className: "soft small" }, place)));
+    edit.checks.map(({ name, value, limit, passed }) => el("tr", {}, el("td", {}, name), el("td", {}, value), el("td", {}, limit),
+      el("td", { className: passed ? "" : "failure" }, passed ? "passed" : "failed"))))),
+    edit.changed_weights.map((weight) => el("p", { className: "soft small" }, weight)));
 }
 
-// ---- asking
+// ---- predictions
 
-async function ask(text) {
-  asked = text?.trim() ? text : null;
+async function predict(text) {
+  lastPrompt = text?.trim() ? text : null;
   if (!edits.length) {
-    jobs.ask.cancel();
-    return fill($("answer"));
+    jobs.predict.cancel();
+    return fill($("prediction"));
   }
-  if (!asked) fill($("answer"));
-  await jobs.ask.run("/api/ask", { prompts: asked ? [asked] : [], edits: edits.filter((edit) => edit.on).map((edit) => edit.id) }, (event) => {
+  if (!lastPrompt) fill($("prediction"));
+  await jobs.predict.run("/api/predict", { prompts: lastPrompt ? [lastPrompt] : [], edits: selectedIds() }, (event) => {
     if (event.event === "facts") {
       for (const fact of event.facts) Object.assign(edits.find((edit) => edit.id === fact.id) ?? {}, { now: fact });
       draw();
     }
-    if (event.event === "answer") fill($("answer"), answer(event));
+    if (event.event === "prediction") fill($("prediction"), predictionNodes(event));
   });
   return null;
 }
 
-function answer({ text, before, after }) {
-  const top = ({ likeliest }) => el("p", { className: "soft small" }, "next: ", likeliest.map(({ token, p }) => `${token} ${percent(p)}`).join(" · "));
-  const both = sideBySide(before.said, after.said);
+function predictionNodes({ text, before, after }) {
+  const top = (side) => el("p", { className: "soft small" }, "next token: ", side.top_tokens.map(({ token, p }) => `${token} ${percent(p)}`).join(" · "));
+  const both = sideBySide(before.continuation, after.continuation);
   both.children[0].append(top(before));
   both.children[1].append(top(after));
   return [el("p", { className: "opening" }, `${visible(text)} …`), both];
 }
 
-// ---- keeping and restoring
+// ---- state in the page's address
 
 export function editState() {
-  const f = $("rewrite").elements;
-  return { layer, target: f.target.value, method: f.method.value, edits: edits.map(({ asked: body, on }) => ({ ...body, on })) };
+  const { target, method } = requestBody();
+  return { layer, target, method, settings: readSettings($("edit-settings")), edits: edits.map(({ request, on }) => ({ ...request, on })) };
 }
 
-export async function setEdit({ layer: number, target, method, edits: wanted = [] } = {}) {
-  const f = $("rewrite").elements;
-  if (target) f.target.value = target;
-  if (["rome", "r-rome", "memit"].includes(method)) f.method.value = method;
-  if (Number.isInteger(number) && number >= 0 && number < about.layers) chooseLayer(number);
-  const there = (await get("/api/edits").catch(() => ({ edits: [] }))).edits;
-  edits = there.map((edit) => ({ ...edit, on: true, now: null }));
+// Restore the form and the edits. Edits that this session does not have are computed again.
+export async function setEdit({ layer: number, target, method, settings, edits: wanted = [] } = {}) {
+  if (target) form().target.value = target;
+  if (method in about.methods) {
+    form().method.value = method;
+    drawMethod();
+  }
+  writeSettings($("edit-settings"), settings);
+  if (Number.isInteger(number) && number >= 0 && number < about.n_layers) chooseLayer(number);
+  const stored = (await get("/api/edits").catch(() => ({ edits: [] }))).edits;
+  edits = stored.map((edit) => ({ ...edit, on: true, now: null }));
   for (const { on, ...body } of wanted) {
-    const known = edits.find((edit) => JSON.stringify(edit.asked) === JSON.stringify(body));
+    const known = edits.find((edit) => JSON.stringify(edit.request) === JSON.stringify(body));
     if (known) known.on = on;
-    else await rewrite(body, on);
+    else await createEdit(body, on);
   }
   shown ??= edits.at(-1)?.id ?? null;
   draw();
-  if (edits.length) ask(asked);
+  if (edits.length) predict(lastPrompt);
 }

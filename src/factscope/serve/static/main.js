@@ -1,38 +1,37 @@
-// The page: three views, one fact, and an address that restores what is seen.
+// The page: three views of one fact. The address holds the state, so that a link restores it.
 
 import { get } from "./api.js";
 import { compareState, setCompare, startCompare } from "./compare.js";
 import { $, el, fill, visible } from "./dom.js";
 import { chooseLayer, drawLayers, editState, setEdit, startEdit } from "./edit.js";
-import { located, locate, locateState, setLocate, startLocate } from "./locate.js";
 import { prompt, startPrompt } from "./prompt.js";
+import { current, setTrace, startTrace, trace, traceState } from "./trace.js";
 
-const VIEWS = ["locate", "edit", "compare"];
-let view = "locate";
-let ours = null; // The address that we wrote ourselves.
+const VIEWS = ["trace", "edit", "compare"];
+let view = "trace";
+let savedHash = null; // To tell our own changes of the address from the user's.
 
 function state() {
-  const fact = { prompt: prompt.text, subject: prompt.subject, occurrence: prompt.occurrence };
   if (view === "compare") return compareState();
-  if (view === "edit") return { ...fact, ...editState() };
-  return { ...fact, ...locateState(), traced: located.body !== null };
+  if (view === "edit") return { ...prompt.body, ...editState() };
+  return { ...prompt.body, ...traceState(), traced: current.body !== null };
 }
 
-function remember() {
-  ours = `#/${view}/${encodeURIComponent(JSON.stringify(state()))}`;
-  history.replaceState(null, "", ours);
+function saveState() {
+  savedHash = `#/${view}/${encodeURIComponent(JSON.stringify(state()))}`;
+  history.replaceState(null, "", savedHash);
 }
 
-function readAddress() {
-  const [, name, packed] = location.hash.match(/^#\/(\w+)(?:\/(.*))?$/) ?? [];
-  let found = null;
+function readHash() {
+  const [, name, encoded] = location.hash.match(/^#\/(\w+)(?:\/(.*))?$/) ?? [];
+  let saved = null;
   try {
-    found = packed ? JSON.parse(decodeURIComponent(packed)) : null;
-  } catch { /* A broken address is an empty one. */ }
-  return { name: VIEWS.includes(name) ? name : "locate", found: found && typeof found === "object" ? found : null };
+    saved = encoded ? JSON.parse(decodeURIComponent(encoded)) : null;
+  } catch { /* A malformed address is treated as empty. */ }
+  return { name: VIEWS.includes(name) ? name : "trace", saved: saved && typeof saved === "object" ? saved : null };
 }
 
-function show(name) {
+function showView(name) {
   view = name;
   for (const other of VIEWS) $(`view-${other}`).hidden = other !== name;
   $("fact").hidden = name === "compare";
@@ -44,36 +43,40 @@ function show(name) {
   if (name === "edit") drawLayers();
 }
 
-async function restore() {
-  const { name, found } = readAddress();
-  show(name);
-  if (found && name !== "compare" && typeof found.prompt === "string") prompt.set(found.prompt, String(found.subject ?? ""), found.occurrence);
-  if (name === "locate" && found) {
-    setLocate(found);
-    if (found.traced) await locate();
+async function restoreState() {
+  const { name, saved } = readHash();
+  showView(name);
+  if (!saved) return;
+  if (name === "compare") {
+    await setCompare(saved);
+    return;
   }
-  if (name === "edit" && found) await setEdit(found);
-  if (name === "compare" && found) await setCompare(found);
+  if (typeof saved.prompt === "string") prompt.set(saved.prompt, String(saved.subject ?? ""), saved.occurrence);
+  if (name === "edit") await setEdit(saved);
+  if (name === "trace") {
+    setTrace(saved);
+    if (saved.traced) await trace();
+  }
 }
 
-function choose(layer) {
+function editLayer(layer) {
   chooseLayer(layer);
-  show("edit");
-  remember();
-  $("rewrite").elements.target.focus();
+  showView("edit");
+  saveState();
+  $("edit-form").elements.target.focus();
 }
 
-async function copy() {
-  remember();
+async function copyLink() {
+  saveState();
   await navigator.clipboard?.writeText(location.href).catch(() => {});
   $("copy").textContent = "Copied";
   setTimeout(() => { $("copy").textContent = "Copy link"; }, 1500);
 }
 
-async function crowd() {
-  const { waiting } = await get("/api/queue").catch(() => ({ waiting: 0 }));
-  $("crowd").hidden = waiting < 2;
-  $("crowd").textContent = `${waiting} jobs in the queue`;
+async function updateQueue() {
+  const { jobs } = await get("/api/queue").catch(() => ({ jobs: 0 }));
+  $("queue").hidden = jobs < 2;
+  $("queue").textContent = `${jobs} jobs in the queue`;
 }
 
 async function start() {
@@ -81,21 +84,20 @@ async function start() {
   $("model").textContent = about.model;
   $("version").textContent = about.version;
   startPrompt();
-  startLocate(about, choose, remember);
-  startEdit(about, remember);
-  fill($("examples"), "Try ", about.examples.map(({ prompt: text, subject }) =>
-    el("button", { type: "button", className: "chip", title: text, onclick: () => { prompt.set(text, subject); remember(); } }, visible(subject))));
+  startTrace(about, editLayer, saveState);
+  startEdit(about, saveState);
+  fill($("examples"), "Examples: ", about.examples.map(({ prompt: text, subject }) =>
+    el("button", { type: "button", className: "chip", title: text, onclick: () => { prompt.set(text, subject); saveState(); } }, visible(subject))));
   prompt.set(about.examples[0].prompt, about.examples[0].subject);
-  $("copy").addEventListener("click", copy);
-  window.addEventListener("hashchange", () => { if (location.hash !== ours) restore(); });
-  await startCompare(about, remember);
-  const { name } = readAddress();
-  if (name !== "edit") setEdit();
-  await restore();
+  $("copy").addEventListener("click", copyLink);
+  window.addEventListener("hashchange", () => { if (location.hash !== savedHash) restoreState(); });
+  await startCompare(about, saveState);
+  if (readHash().name !== "edit") setEdit(); // Load the session's edits.
+  await restoreState();
   document.body.dataset.ready = "yes";
-  setInterval(crowd, 5000);
+  setInterval(updateQueue, 5000);
 }
 
 start().catch((error) => {
-  fill($("main"), el("p", { className: "card", role: "alert" }, `The page could not start: ${error.message}`));
+  fill($("main"), el("p", { className: "card", role: "alert" }, `The page could not be started: ${error.message}`));
 });

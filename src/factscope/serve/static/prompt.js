@@ -1,18 +1,18 @@
-// The prompt: whatever is selected in it is the subject. A mirror behind the text shows the mark.
+// The prompt field. The text that is selected in it becomes the subject, which an element behind
+// the field (.mirror) highlights.
 
 import { $, el, fill, visible } from "./dom.js";
 
 export const prompt = {
   text: "",
-  start: 0, // The subject's place, in UTF-16 units as the browser counts.
+  start: 0, // The subject's span in UTF-16 code units.
   stop: 0,
-  listeners: [],
 
   get subject() {
     return this.text.slice(this.start, this.stop);
   },
 
-  // Which of the subject's places in the prompt is meant, from 1.
+  // Which occurrence of the subject in the prompt is selected, from 1.
   get occurrence() {
     let count = 0;
     for (let i = 0; i <= this.start; i++) if (this.text.startsWith(this.subject, i)) count++;
@@ -36,54 +36,47 @@ export const prompt = {
       if (next < 0) break;
       at = next;
     }
-    this.mark(at < 0 ? 0 : at, at < 0 ? 0 : at + subject.length);
+    this.select(at < 0 ? 0 : at, at < 0 ? 0 : at + subject.length);
   },
 
-  // Spaces at the ends of a selection are not part of the subject.
-  mark(start, stop) {
-    const words = this.text.slice(start, stop);
-    this.start = start + (words.length - words.trimStart().length);
-    this.stop = Math.max(this.start, stop - (words.length - words.trimEnd().length));
-    show();
-    for (const listener of this.listeners) listener();
+  // Spaces at the ends of the selection are not part of the subject.
+  select(start, stop) {
+    const text = this.text.slice(start, stop);
+    this.start = start + (text.length - text.trimStart().length);
+    this.stop = Math.max(this.start, stop - (text.length - text.trimEnd().length));
+    draw();
   },
 };
 
-function show() {
+function draw() {
   const { text, start, stop, subject } = prompt;
-  // A last line that is empty has no height unless something stands in it.
+  // The zero-width space gives an empty last line its height.
   fill(document.querySelector(".mirror"), text.slice(0, start), el("mark", {}, text.slice(start, stop)), `${text.slice(stop)}\u200b`);
   fill($("subject"), ...(subject
-    ? ["Its subject: ", el("span", { className: "subject" }, visible(subject))]
-    : [text.trim() ? "Now select the words that name its subject." : "Type a prompt, then select the words that name its subject."]));
+    ? ["Subject: ", el("span", { className: "subject" }, visible(subject))]
+    : [text.trim() ? "Select the subject in the prompt." : "Enter a prompt, then select the subject in it."]));
 }
 
-function selected() {
+function onSelect() {
   const area = $("prompt");
   const { selectionStart: start, selectionEnd: stop, value } = area;
   const everything = start === 0 && stop === value.length;
-  if (document.activeElement === area && start < stop && !everything) prompt.mark(start, stop);
-}
-
-function typed() {
-  const area = $("prompt");
-  const { subject, occurrence } = prompt;
-  prompt.set(area.value, subject, occurrence);
+  if (document.activeElement === area && start < stop && !everything) prompt.select(start, stop);
 }
 
 export function startPrompt() {
   const area = $("prompt");
   area.addEventListener("input", () => {
     const { selectionStart, selectionEnd } = area;
-    typed();
+    prompt.set(area.value, prompt.subject, prompt.occurrence);
     area.setSelectionRange(selectionStart, selectionEnd);
   });
-  document.addEventListener("selectionchange", selected);
-  area.addEventListener("select", selected);
+  document.addEventListener("selectionchange", onSelect);
+  area.addEventListener("select", onSelect);
   area.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey) return;
     event.preventDefault();
     document.querySelector(".view:not([hidden]) form")?.requestSubmit();
   });
-  show();
+  draw();
 }

@@ -1,39 +1,41 @@
-// A heat map that fills in as cells arrive; each cell tells its numbers by pointer, tap or keys.
+// A heat map of tokens by layers that fills in as cells arrive. The value of a cell is shown when
+// it is pointed at, tapped, or reached with the arrow keys.
 
 import { el, fill, percent } from "./dom.js";
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const NIGHT = [38, 36, 46];
+const DARK_BACKGROUND = [38, 36, 46];
 
-// The paper's colours; at night from dark to light.
-function ramp([light, middle, deep]) {
-  const [from, to] = dark.matches ? [NIGHT, light] : [light, deep];
+// Color of a value in [0, 1]: the paper's colors; in dark mode from dark to light.
+function colorScale([light, middle, deep]) {
+  const [from, to] = dark.matches ? [DARK_BACKGROUND, light] : [light, deep];
   const mix = (a, b, x) => a.map((value, i) => Math.round(value + (b[i] - value) * x));
   return (x) => (x < 0.5 ? mix(from, middle, 2 * x) : mix(middle, to, 2 * x - 1));
 }
 
 export class HeatMap {
-  // `words` says what is drawn and how a number is told; `choose` hears of a layer that is clicked.
-  constructor({ title, shades, labels, layers, low = 0, tell, choose }) {
-    Object.assign(this, { title, shades, labels, layers, low, tell, choose });
-    this.scores = labels.map(() => new Array(layers).fill(null));
+  // `low` is the value of the lightest color, `format` turns a value into text, and `onLayer` is
+  // called with the layer of a cell that is clicked.
+  constructor({ title, colors, labels, layers, low = 0, format, onLayer }) {
+    Object.assign(this, { title, colors, labels, layers, low, format, onLayer });
+    this.values = labels.map(() => new Array(layers).fill(null));
     this.row = labels.length - 1;
     this.column = 0;
     this.canvas = el("canvas", { width: layers, height: labels.length });
     this.cursor = el("div", { className: "mark", hidden: true });
     this.cells = el("div", {
       className: "cells", tabIndex: 0, role: "application",
-      ariaLabel: `${title}: tokens by layers; arrow keys read a cell, Enter chooses its layer`,
+      ariaLabel: `${title}: tokens by layers; arrow keys move to a cell, Enter selects its layer`,
     }, this.canvas, this.cursor);
     this.output = el("output", {}, "\u00a0");
     this.bar = el("canvas", { width: 64, height: 1 });
-    this.ends = [el("span"), el("span")];
+    this.barLabels = [el("span"), el("span")];
     this.node = el("figure", { className: "heat" },
       el("h3", {}, title),
       el("div", { className: "map" },
         el("ul", { className: "tokens" }, labels.map((label) => el("li", { title: label }, label))),
         this.cells, el("div", { className: "layers" }, this.axis())),
-      el("div", { className: "scale" }, this.ends[0], this.bar, this.ends[1]),
+      el("div", { className: "scale" }, this.barLabels[0], this.bar, this.barLabels[1]),
       this.output);
     this.listen();
     this.draw();
@@ -49,54 +51,58 @@ export class HeatMap {
     });
   }
 
-  put(tokens, layers, values) {
+  update(tokens, layers, values) {
     tokens.forEach((token, i) => layers.forEach((layer, j) => {
-      this.scores[token][layer] = values[i][j];
+      this.values[token][layer] = values[i][j];
     }));
     this.draw();
   }
 
-  get best() {
+  updateAll(values) {
+    this.update([...this.labels.keys()], [...Array(this.layers).keys()], values);
+  }
+
+  get highest() {
     let best = null;
-    this.scores.forEach((row, token) => row.forEach((score, layer) => {
-      if (score !== null && (best === null || score > best.score)) best = { token, layer, score };
+    this.values.forEach((row, token) => row.forEach((value, layer) => {
+      if (value !== null && (best === null || value > best.value)) best = { token, layer, value };
     }));
     return best;
   }
 
   draw() {
-    const color = ramp(this.shades);
-    const best = this.best;
-    const high = Math.max(this.low + 1e-3, best?.score ?? 0);
+    const color = colorScale(this.colors);
+    const best = this.highest;
+    const high = Math.max(this.low + 1e-3, best?.value ?? 0);
     const context = this.canvas.getContext("2d");
     const image = context.createImageData(this.layers, this.labels.length);
-    this.scores.flat().forEach((score, i) => {
-      if (score === null) return;
-      const share = Math.max(0, Math.min(1, (score - this.low) / (high - this.low)));
-      image.data.set([...color(share), 255], 4 * i);
+    this.values.flat().forEach((value, i) => {
+      if (value === null) return;
+      const fraction = Math.max(0, Math.min(1, (value - this.low) / (high - this.low)));
+      image.data.set([...color(fraction), 255], 4 * i);
     });
     context.putImageData(image, 0, 0);
-    const line = this.bar.getContext("2d");
-    const strip = line.createImageData(64, 1);
+    const bar = this.bar.getContext("2d");
+    const strip = bar.createImageData(64, 1);
     for (let i = 0; i < 64; i++) strip.data.set([...color(i / 63), 255], 4 * i);
-    line.putImageData(strip, 0, 0);
-    fill(this.ends[0], this.tell(this.low));
-    fill(this.ends[1], best ? this.tell(high) : "…");
-    if (this.cursor.hidden) this.rest();
+    bar.putImageData(strip, 0, 0);
+    fill(this.barLabels[0], this.format(this.low));
+    fill(this.barLabels[1], best ? this.format(high) : "…");
+    if (this.cursor.hidden) this.showHighest();
   }
 
-  rest() {
-    const best = this.best;
+  showHighest() {
+    const best = this.highest;
     this.output.textContent = best
-      ? `highest at “${this.labels[best.token]}”, layer ${best.layer}: ${this.tell(best.score)}` : "…";
+      ? `highest at “${this.labels[best.token]}”, layer ${best.layer}: ${this.format(best.value)}` : "…";
   }
 
-  show() {
-    const score = this.scores[this.row][this.column];
-    const effect = score === null ? 0 : score - this.low;
-    const said = score === null ? "not measured yet"
-      : `${this.tell(score)}${this.low ? `, effect ${effect < 0 ? "−" : "+"}${this.tell(Math.abs(effect))}` : ""}`;
-    this.output.textContent = `${this.labels[this.row]} · layer ${this.column} · ${said}`;
+  showCell() {
+    const value = this.values[this.row][this.column];
+    const effect = value === null ? 0 : value - this.low;
+    const text = value === null ? "not computed yet"
+      : `${this.format(value)}${this.low ? `, effect ${effect < 0 ? "−" : "+"}${this.format(Math.abs(effect))}` : ""}`;
+    this.output.textContent = `${this.labels[this.row]} · layer ${this.column} · ${text}`;
     this.cursor.hidden = false;
     Object.assign(this.cursor.style, {
       left: `${(100 * this.column) / this.layers}%`, top: `${(100 * this.row) / this.labels.length}%`,
@@ -104,9 +110,9 @@ export class HeatMap {
     });
   }
 
-  hide() {
+  hideCell() {
     this.cursor.hidden = true;
-    this.rest();
+    this.showHighest();
   }
 
   listen() {
@@ -115,27 +121,27 @@ export class HeatMap {
       const box = this.cells.getBoundingClientRect();
       this.column = clamp(Math.floor(((event.clientX - box.left) / box.width) * this.layers), this.layers);
       this.row = clamp(Math.floor(((event.clientY - box.top) / box.height) * this.labels.length), this.labels.length);
-      this.show();
+      this.showCell();
     };
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     this.cells.addEventListener("pointermove", point);
     this.cells.addEventListener("pointerdown", point);
-    this.cells.addEventListener("pointerleave", () => this.hide());
-    this.cells.addEventListener("focus", () => this.show());
-    this.cells.addEventListener("blur", () => this.hide());
-    this.cells.addEventListener("click", () => this.choose?.(this.column));
+    this.cells.addEventListener("pointerleave", () => this.hideCell());
+    this.cells.addEventListener("focus", () => this.showCell());
+    this.cells.addEventListener("blur", () => this.hideCell());
+    this.cells.addEventListener("click", () => this.onLayer?.(this.column));
     this.cells.addEventListener("keydown", (event) => {
       const step = steps[event.key];
-      if (event.key === "Enter") this.choose?.(this.column);
+      if (event.key === "Enter") this.onLayer?.(this.column);
       if (!step) return;
       event.preventDefault();
       this.row = clamp(this.row + step[0], this.labels.length);
       this.column = clamp(this.column + step[1], this.layers);
-      this.show();
+      this.showCell();
     });
     dark.addEventListener("change", () => this.draw());
   }
 }
 
-export const asProbability = percent;
-export const asNumber = (x) => (x === 0 ? "0" : x.toPrecision(2));
+export const formatProbability = percent;
+export const formatNumber = (x) => (x === 0 ? "0" : x.toPrecision(2));
