@@ -100,14 +100,17 @@ class ModelCache:
         self.pool = torch.cuda.graph_pool_handle()
 
 
-def model_cache(lm: "LM") -> ModelCache | None:
-    """The model's cache, brought up to date; None on a CPU and for models too large for copies."""
+def model_cache(lm: "LM", *, refresh: bool = True) -> ModelCache | None:
+    """The model's cache; None on a CPU and for models too large for copies.
+
+    `refresh` drops what changed weights made stale. Leave it out only right after another refresh.
+    """
     if lm.device.type != "cuda":
         return None
     cache: ModelCache | None = lm.cache.get(KEY)
-    if cache is not None:
+    if cache is not None and refresh:
         cache.refresh(lm)
-    elif _is_small(lm):
+    elif cache is None and _is_small(lm):
         cache = lm.cache[KEY] = ModelCache.of(lm, torch.cuda.graph_pool_handle())
     return cache
 

@@ -5,6 +5,7 @@
 """
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -105,15 +106,22 @@ Minimise = Callable[[Any, Callable[[Any], Step]], tuple[T, list[list[float]]]]
 def accelerated_search(objective: Objective, minimise: Minimise[T]) -> tuple[T, list[list[float]]]:
     """minimise(objective, make_step), with faster steps; repeated with plain ones on overflow."""
     objective = _with_suffix_attention(objective)
-    gpu = objective.hidden.is_cuda
-    cache = model_cache(objective.lm) if gpu and objective.facts == 1 else None
+    # In float32 the run over the contexts, just before, has refreshed the cache.
+    stale = not splits_float32(objective.lm.dtype)
+    cache = model_cache(objective.lm, refresh=stale) if _uses_cache(objective) else None
     with _Steps(cache, split=True) as steps:
         result, losses = minimise(objective, steps.make)
         steps.cache_captured(objective)
-    if gpu and not all(abs(loss) < float("inf") for fact in losses for loss in fact):
+    overflow = not all(math.isfinite(loss) for fact in losses for loss in fact)
+    if objective.hidden.is_cuda and overflow:
         with _Steps(None, split=False) as steps:
             result, losses = minimise(objective, steps.make)
     return result, losses
+
+
+def _uses_cache(objective: Objective) -> bool:
+    """Steps of single facts recur; batches have other sizes each time."""
+    return objective.hidden.is_cuda and objective.facts == 1
 
 
 class _Steps:
