@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -102,3 +104,8 @@ def test_edit_tables_print_unusual_texts(made: EditRecord, width: int) -> None:
 def test_checks_that_are_not_finite_are_printed() -> None:
     broken = CHECKS | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
     assert "not finite" in printed(terminal.checks_table(broken))
+
+
+def test_terminal_output_does_not_load_matplotlib() -> None:
+    probe = "import sys, factscope.report.terminal; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], check=True)

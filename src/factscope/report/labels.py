@@ -169,7 +169,7 @@ def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
     # Numbers that are not finite are null in a record.
     norm, most = checks["update_norm"], limits["update_norm"]
     passed = norm is not None and norm <= most
-    yield CheckRow("update norm", f"‖ΔW‖ / ‖W‖ = {_finite(norm)}", f"at most {most:g}", passed)
+    yield CheckRow("update norm ‖ΔW‖ / ‖W‖", _finite(norm), f"at most {most:g}", passed)
     growth, most = checks["perplexity_growth"], limits["perplexity"]
     passed = growth is not None and growth <= most
     before, after = _finite(checks["perplexity_before"]), _finite(checks["perplexity_after"])
