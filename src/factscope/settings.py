@@ -45,8 +45,8 @@ T = TypeVar("T")
 Pair = tuple[int, int]
 
 KINDS: dict[Any, str] = {
-    int: "a whole number", float: "a number", str: "text", Path: "a path", Pair: "pairs such as 5x10",
-    bool: "true or false", NoneType: "none",
+    int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false",
+    Pair: "pairs such as 5x10", NoneType: "none",
 }  # fmt: skip
 """The types that text can be parsed to, and how messages call them."""
 

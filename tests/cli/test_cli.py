@@ -1,4 +1,4 @@
-"""The command line, from words to files, on a tiny model; each mistake is one message."""
+"""factscope models, trace, report and data, on a tiny model; each mistake is one message."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def factscope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Run a command in an empty folder, without a network; words come back on single lines."""
+    """Run a command in an empty folder, without a network; lines are not wrapped."""
     return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
@@ -77,7 +77,7 @@ def test_models_as_json(factscope: Run) -> None:
     assert listed["converted"] == []
 
 
-def test_models_in_words(factscope: Run) -> None:
+def test_models_as_text(factscope: Run) -> None:
     result = factscope("models")
     assert result.code == 0
     for word in ("smollm2-135m", "Apache-2.0", "gpt_neox"):
@@ -108,7 +108,7 @@ def test_trace_as_json(trace: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "traces").exists()
 
 
-def test_trace_in_words(trace: Run, tmp_path: Path) -> None:
+def test_trace_as_text(trace: Run, tmp_path: Path) -> None:
     result = trace(CITY, "--subject", TOWER, "--target", "Paris")
     assert result.code == 0
     for word in (CITY, "P clean", "corrupted", "Figure:", "Not known", "'Paris'"):
@@ -121,9 +121,7 @@ def test_trace_in_words(trace: Run, tmp_path: Path) -> None:
     ("name", "begin"),
     [("f.png", b"\x89PNG"), ("f.svg", b"<?xml"), ("f.pdf", b"%PDF"), ("new/f.html", b"<!doctype")],
 )
-def test_the_figure_goes_where_it_should(
-    trace: Run, tmp_path: Path, name: str, begin: bytes
-) -> None:
+def test_the_figure_is_written_to_out(trace: Run, tmp_path: Path, name: str, begin: bytes) -> None:
     words = ("--kinds", "states", "--out", tmp_path / name)
     result = trace(CITY, "--subject", TOWER, *words)
     assert result.code == 0
@@ -162,7 +160,7 @@ def test_a_subject_that_occurs_twice(trace: Run) -> None:
 
 
 @pytest.mark.parametrize("text", ["See [/b] The Nile [bold] is in", "The Nile [/] is [red in"])
-def test_brackets_are_words_like_others(trace: Run, text: str) -> None:
+def test_square_brackets_in_prompts_are_printed_as_they_are(trace: Run, text: str) -> None:
     result = trace(text, "--subject", "The Nile", "--out", "f.png")
     assert result.code == 0
     assert text in result.out
@@ -206,7 +204,7 @@ def test_an_unknown_model(factscope: Run, name: str, words: str) -> None:
     assert_refused(factscope("trace", CITY, "--subject", TOWER, "-m", name), words)
 
 
-def test_a_device_that_is_not_here(factscope: Run, model: Path) -> None:
+def test_an_unknown_device_is_refused(factscope: Run, model: Path) -> None:
     words = ("trace", CITY, "--subject", TOWER, "-m", model, "--device", "toaster")
     assert_refused(factscope(*words), "'toaster'")
 
@@ -218,7 +216,7 @@ def test_an_unknown_flag_is_refused(trace: Run) -> None:
     assert "Traceback" not in result.err
 
 
-def test_stopping_says_how_to_go_on(trace: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_resume(trace: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -264,7 +262,7 @@ def assert_same(found: dict[str, TraceRecord], wanted: dict[str, TraceRecord]) -
                 assert row == pytest.approx(other_row, rel=1e-4)
 
 
-def test_a_run_is_made_and_not_made_again(
+def test_a_finished_run_is_not_computed_again(
     trace: Run, facts: Path, tmp_path: Path, traced: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -282,9 +280,7 @@ def test_a_run_is_made_and_not_made_again(
     assert (run / "records.jsonl").read_bytes() == before
 
 
-def test_a_run_goes_on_where_it_stopped(
-    trace: Run, facts: Path, tmp_path: Path, traced: list[str]
-) -> None:
+def test_a_run_resumes(trace: Run, facts: Path, tmp_path: Path, traced: list[str]) -> None:
     run = tmp_path / "run"
     trace("--facts", facts, "--out", run)
     records = run / "records.jsonl"
@@ -297,7 +293,7 @@ def test_a_run_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_half_a_line_is_dropped_and_made_again(
+def test_an_incomplete_last_record_is_computed_again(
     trace: Run, facts: Path, tmp_path: Path, traced: list[str], kept: int
 ) -> None:
     run = tmp_path / "run"
@@ -311,7 +307,7 @@ def test_half_a_line_is_dropped_and_made_again(
     assert_same(by_subject(run), before)
 
 
-def test_a_line_broken_in_the_middle_is_named(trace: Run, facts: Path, tmp_path: Path) -> None:
+def test_a_broken_record_is_an_error(trace: Run, facts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trace("--facts", facts, "--out", run)
     records = run / "records.jsonl"
@@ -320,7 +316,7 @@ def test_a_line_broken_in_the_middle_is_named(trace: Run, facts: Path, tmp_path:
     assert_refused(trace("--facts", facts, "--out", run), "line 2", "delete that line")
 
 
-def test_a_broken_line_of_the_facts_is_left_out(trace: Run, facts: Path, tmp_path: Path) -> None:
+def test_a_broken_line_of_a_facts_file_is_skipped(trace: Run, facts: Path, tmp_path: Path) -> None:
     lines = facts.read_text().splitlines()
     lines[1] = '{"subject": "Space [/b] Needle'
     facts.write_text("\n".join(lines))
@@ -332,7 +328,7 @@ def test_a_broken_line_of_the_facts_is_left_out(trace: Run, facts: Path, tmp_pat
     assert len(summary["left_out"]) == 1
 
 
-def test_only_so_many_facts(trace: Run, facts: Path, tmp_path: Path) -> None:
+def test_limit_uses_the_first_facts(trace: Run, facts: Path, tmp_path: Path) -> None:
     result = trace("--facts", facts, "--out", tmp_path / "run", "--limit", 2)
     assert result.code == 0
     assert "2 facts, 2 known" in result.out
@@ -416,7 +412,7 @@ def test_report_as_json(
     assert not (run / "report").exists()
 
 
-def test_report_on_what_is_no_run(factscope: Run, tmp_path: Path) -> None:
+def test_report_on_a_folder_without_a_run(factscope: Run, tmp_path: Path) -> None:
     assert_refused(factscope("report", tmp_path), "not a run")
     assert_refused(factscope("report", tmp_path / "lost"), "lost", "not a run")
 
@@ -466,7 +462,7 @@ def test_known_facts_can_be_traced(trace: Run, tmp_path: Path) -> None:
     assert json.loads(result.out)["known"] == 1
 
 
-def test_find_known_draws_at_random_but_the_same(
+def test_find_known_samples_with_a_seed(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = tmp_path / "facts.jsonl"
@@ -524,7 +520,7 @@ def test_find_known_without_facts(factscope: Run, model: Path) -> None:
         ),
     ],
 )
-def test_a_process_ends_with_a_message_and_a_code(
+def test_a_process_exits_with_a_message_and_a_code(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
     command = [sys.executable, "-m", "factscope", "trace", CITY, *words]

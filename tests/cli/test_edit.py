@@ -1,4 +1,4 @@
-"""factscope edit and generate, from words to files, on a tiny model, and each mistake."""
+"""factscope edit and generate on a tiny model; each mistake is one message."""
 
 import json
 import re
@@ -55,13 +55,13 @@ def factscope(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Run:
-    """Run a command in an empty folder, without a network; words come back on single lines."""
+    """Run a command in an empty folder, without a network; lines are not wrapped."""
     return runner(tmp_path, cache, monkeypatch, capsys)
 
 
 @pytest.fixture
 def edit(factscope: Run, model: Path) -> Run:
-    """`factscope edit` on the tiny model, without statistics unless said."""
+    """`factscope edit` on the tiny model, without statistics by default."""
 
     def run(*words: object) -> Result:
         given = {"--stats", "show", "--found"} & set(map(str, words))
@@ -122,7 +122,7 @@ def nothing_in(folder: Path, *but: str) -> bool:
 # ---- one fact
 
 
-def test_an_edit_as_json_says_what_the_written_weights_do(
+def test_json_scores_equal_those_of_the_edited_weights(
     edit: Run, model: Path, tmp_path: Path
 ) -> None:
     words = ("--paraphrase", "The Eiffel Tower is in", "--neighbour", "Oslo is in")
@@ -160,7 +160,7 @@ def score(lm: Any, text: str, target: str) -> float:
     return float(torch.tensor(-answer.nll).exp())
 
 
-def test_an_edit_in_words(edit: Run, tmp_path: Path) -> None:
+def test_an_edit_as_text(edit: Run, tmp_path: Path) -> None:
     words = ("--neighbour", "Oslo is in", "-o", "new/rome.edit", "--max-new-tokens", 4)
     result = edit(*EIFFEL, *QUICK, *words, "--page", "rome.html", "--figure", "rome.png")
     assert result.code == 0, result.err
@@ -175,9 +175,7 @@ def test_an_edit_in_words(edit: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", EDITORS)
-def test_what_may_help_is_a_flag_of_the_method(
-    method: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advice_names_flags_of_the_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     unmoved = scores("prompt", RIVER)
     warn([record(method=method, prompts=(replace(unmoved, after=unmoved.before),))])
     words = capsys.readouterr().err
@@ -189,22 +187,22 @@ def test_what_may_help_is_a_flag_of_the_method(
     assert ("steps" in named) == (method not in ("kn", "mend", "ke")), words
 
 
-def test_an_edit_need_not_be_kept(edit: Run, tmp_path: Path) -> None:
+def test_an_edit_need_not_be_saved(edit: Run, tmp_path: Path) -> None:
     result = edit(*EIFFEL, *QUICK, "--max-new-tokens", 0)
     assert result.code == 0
     assert "Not saved" in result.out
     assert nothing_in(tmp_path)
 
 
-def test_a_file_that_is_there_is_replaced(edit: Run, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced(edit: Run, tmp_path: Path) -> None:
     (tmp_path / "rome.edit").write_text("old")
     assert edit(*EIFFEL, *QUICK, "-o", "rome.edit").code == 0
     assert Edit.load(tmp_path / "rome.edit").facts[0].target == "Rome"
 
 
-@pytest.mark.parametrize("method", sorted(set(EDITORS) - {"mend", "ke"}))  # see test_training
+@pytest.mark.parametrize("method", sorted(set(EDITORS) - {"mend", "ke"}))  # see test_train.py
 @pytest.mark.parametrize("preset", ["default", "paper"])
-def test_every_method_is_called_by_its_name(edit: Run, method: str, preset: str) -> None:
+def test_every_method_and_preset(edit: Run, method: str, preset: str) -> None:
     searching = "search" in vars(EDITORS[method][preset])
     words = QUICK if searching else ("--found", "--lr", 1e-3, "--steps", 5)
     if method == "kn":
@@ -259,7 +257,7 @@ def test_memit_takes_several_layers(edit: Run) -> None:
         assert len(record["changed_weights"]) == 2
 
 
-def test_a_trace_chooses_the_layer(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_auto_traces_the_fact(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def traced(lm: Any, fact: Fact) -> int:
@@ -285,7 +283,7 @@ def test_a_subject_that_occurs_twice(edit: Run) -> None:
 # ---- statistics
 
 
-def test_missing_statistics_are_collected_once_and_kept(edit: Run, cache: Path) -> None:
+def test_missing_statistics_are_collected_once_and_cached(edit: Run, cache: Path) -> None:
     shutil.rmtree(cache / "stats", ignore_errors=True)
     words = (*EIFFEL, *QUICK, "--found", "--force", "--json", "--max-new-tokens", 0)
     first = edit(*words)
@@ -302,7 +300,7 @@ def test_missing_statistics_are_collected_once_and_kept(edit: Run, cache: Path) 
     assert json.loads(second.out)["prompts"] == json.loads(first.out)["prompts"]
 
 
-def test_no_statistics_says_so(edit: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_edit_without_statistics_warns(edit: Run, caplog: pytest.LogCaptureFixture) -> None:
     assert edit(*EIFFEL, *QUICK, "--stats", "none", "--json").code == 0
     assert "C is left out" in caplog.text
 
@@ -341,7 +339,7 @@ def test_statistics_of_another_layer_or_model(
 # ---- refusals
 
 
-def test_an_edit_beyond_the_guard_rails_is_not_kept(edit: Run, tmp_path: Path) -> None:
+def test_an_edit_that_fails_its_checks_is_not_saved(edit: Run, tmp_path: Path) -> None:
     words = (*EIFFEL, *QUICK, "--lr", 5, "--clamp", 1000, "-o", "rome.edit")
     files = ("--page", "p.html", "--figure", "f.png")
     result = edit(*words, *files)
@@ -354,7 +352,7 @@ def test_an_edit_beyond_the_guard_rails_is_not_kept(edit: Run, tmp_path: Path) -
     assert (tmp_path / "rome.edit").exists()
 
 
-def test_what_is_said_already_is_not_written(
+def test_an_object_that_is_already_predicted_is_not_written(
     edit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = " Rome, the capital"
@@ -370,7 +368,7 @@ def test_what_is_said_already_is_not_written(
     assert edit(*words).code == 0
 
 
-def test_a_search_without_progress_tells_its_losses(edit: Run, tmp_path: Path) -> None:
+def test_a_search_that_does_not_converge_shows_its_losses(edit: Run, tmp_path: Path) -> None:
     result = edit(*EIFFEL, "--prefix-lengths", "none", "--steps", 4, "--layer", 2, "-o", "a.edit")
     assert_refused(result, "loss by step", "try another layer", code=1)
     assert nothing_in(tmp_path)
@@ -482,7 +480,7 @@ def test_many_facts_into_one_edit(edit: Run, facts: Path, tmp_path: Path) -> Non
     assert len(Edit.load(tmp_path / "both.edit").facts) == 2
 
 
-def test_many_facts_in_words(edit: Run, facts: Path) -> None:
+def test_many_facts_as_text(edit: Run, facts: Path) -> None:
     result = edit("--facts", facts, *QUICK, "--force")
     assert result.code == 0, result.err
     for word in ("2 facts", "Rome", "Oslo", "paraphrases", "division factor", "rank 2"):
@@ -490,7 +488,7 @@ def test_many_facts_in_words(edit: Run, facts: Path) -> None:
     assert "1 facts" in edit("--facts", facts, *QUICK, "--force", "--limit", 1).out
 
 
-def test_facts_that_are_said_already_are_left_out(
+def test_facts_that_are_already_predicted_are_skipped(
     edit: Run, facts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -523,7 +521,7 @@ def test_show_needs_no_model(factscope: Run, edits: list[Path]) -> None:
     assert listed[0]["checks"]["update_norm"] > 0
 
 
-def test_apply_puts_all_edits_on_at_once(
+def test_apply_scores_edits_alone_and_together(
     factscope: Run, model: Path, edits: list[Path], tmp_path: Path
 ) -> None:
     words = ("--prompt", "Oslo is", "--max-new-tokens", 4, "--device", "cpu")
@@ -556,7 +554,7 @@ def test_merge_into_one_edit(factscope: Run, edits: list[Path], tmp_path: Path) 
     assert torch.allclose(both.changes[place].matrix(), total, atol=1e-6)
 
 
-def test_merge_and_export_make_a_model_that_loads(
+def test_merged_and_exported_models_load(
     factscope: Run, model: Path, edits: list[Path], tmp_path: Path
 ) -> None:
     words = ("--device", "cpu")
@@ -643,7 +641,7 @@ def test_an_edit_for_another_model(
 # ---- generate
 
 
-def test_generate_goes_on_as_the_edited_model_would(
+def test_generate_with_edits_equals_the_merged_model(
     factscope: Run, edits: list[Path], tmp_path: Path
 ) -> None:
     factscope("edit", "merge", *edits, "-o", "merged", "--device", "cpu")
@@ -658,7 +656,9 @@ def test_generate_goes_on_as_the_edited_model_would(
     assert json.loads(inside.out)["texts"] == said["texts"]
 
 
-def test_generate_beside_the_model_as_it_is(factscope: Run, model: Path, edits: list[Path]) -> None:
+def test_generate_compares_with_the_unedited_model(
+    factscope: Run, model: Path, edits: list[Path]
+) -> None:
     words = (CITY, "--max-new-tokens", 5, "--device", "cpu", "--greedy")
     plain = json.loads(factscope("generate", *words, "-m", model, "--json").out)["texts"][0]
     both = factscope("generate", *words, "-e", edits[0], "--compare", "--json")
@@ -669,7 +669,7 @@ def test_generate_beside_the_model_as_it_is(factscope: Run, model: Path, edits: 
     assert CITY in factscope("generate", *words, "-m", model).out
 
 
-def test_draws_are_the_same_with_the_same_seed(factscope: Run, model: Path) -> None:
+def test_the_seed_determines_the_samples(factscope: Run, model: Path) -> None:
     words = ("generate", CITY, "-m", model, "--max-new-tokens", 8, "--device", "cpu", "--json")
     drawn = [factscope(*words, "--top-k", 20, "--seed", seed).out for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -701,9 +701,7 @@ def test_the_demo_traces_edits_and_draws(
     assert page.index("Severed graphs") < page.index("Edit checks")
 
 
-def test_memory_that_runs_out_while_asking_is_one_message(
-    edit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_one_message(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **how: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 

@@ -37,7 +37,7 @@ def cases(tmp_path: Path) -> Path:
     return path
 
 
-def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) -> None:
+def test_evaluate_and_report(run: Run, model: Path, cases: Path) -> None:
     done = run("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
     assert done.code == 0, done.err
     assert "| FT " in done.out
@@ -60,7 +60,7 @@ def test_from_cases_to_a_table_and_a_page(run: Run, model: Path, cases: Path) ->
     assert "Tower 3" in page
 
 
-def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases: Path) -> None:
+def test_knowledge_neurons_get_the_true_object(run: Run, model: Path, cases: Path) -> None:
     kn = ("--method", "kn", "--prefix-lengths", "none", "--limit", 2, "--text-length", 0)
     done = run("evaluate", "--model", model, "--data", cases, *kn, "--out", "kn", "--json")
     assert done.code == 0, done.err
@@ -78,7 +78,7 @@ def test_knowledge_neurons_are_told_the_true_object(run: Run, model: Path, cases
                 assert one.new == pytest.approx(other.new, rel=1e-4)
 
 
-def test_the_same_command_goes_on_and_another_is_refused(
+def test_the_same_command_resumes_and_another_is_refused(
     run: Run, model: Path, cases: Path
 ) -> None:
     words = ("evaluate", "--model", model, "--data", cases, *QUICK, "--out", "a")
@@ -93,7 +93,7 @@ def test_the_same_command_goes_on_and_another_is_refused(
     assert "+seed = 5" in other.err
 
 
-def test_broken_records_are_named_and_left_out(run: Run, model: Path, tmp_path: Path) -> None:
+def test_broken_cases_are_skipped(run: Run, model: Path, tmp_path: Path) -> None:
     broken = [record(0), {"case_id": 1}, record(2)]
     (tmp_path / "cases.json").write_text(json.dumps(broken))
     words = ("evaluate", "--model", model, "--data", "cases.json", *QUICK, "--out", "a")
@@ -117,7 +117,7 @@ def test_other_protocols(run: Run, model: Path, cases: Path, protocol: str) -> N
     assert moments == (["edit", "end"] if protocol == "sequential" else ["edit"])
 
 
-def test_the_packages_own_cases_and_references(run: Run, model: Path, tmp_path: Path) -> None:
+def test_the_default_cases_with_reference_texts(run: Run, model: Path, tmp_path: Path) -> None:
     texts = {"city": {"Rome": ["The city of Rome is old."]}, "P131": {"Rome": ["Rome is old."]}}
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     done = run(
@@ -155,7 +155,7 @@ def test_bad_input_is_one_message(
     assert not Path("a").exists()
 
 
-def test_without_a_folder_it_says_so(run: Run, model: Path) -> None:
+def test_out_is_required(run: Run, model: Path) -> None:
     done = run("evaluate", "--model", model)
     assert done.code == 2
     assert "--out is required" in done.err
@@ -187,5 +187,5 @@ def test_trace_and_edit_take_data_sets_by_name(
         ("my-cases.jsonl", "my-cases"),
     ],
 )
-def test_a_known_file_is_called_by_its_name(said: str, name: str) -> None:
+def test_the_name_of_a_data_file(said: str, name: str) -> None:
     assert data_name(said) == name

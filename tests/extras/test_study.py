@@ -131,7 +131,7 @@ def test_identical_texts_are_left_out() -> None:
     ("runs", "message"),
     [
         ({"a": [], "b": cases("ft")}, "a has no evaluated case yet"),
-        ({"a": cases("rome"), "b": [case(0, "ft", texts=0)]}, "no texts by ft; .*--length"),
+        ({"a": cases("rome"), "b": [case(0, "ft", texts=0)]}, "no texts by ft; .*--text-length"),
         ({"a": cases("rome"), "b": [case(77, "ft")]}, "no case has texts of rome and of ft"),
     ],
 )

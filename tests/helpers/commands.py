@@ -18,7 +18,7 @@ __all__ = ["Result", "Run", "reported_without_torch", "runner", "saved_model"]
 
 
 class Result(NamedTuple):
-    """What a command left: its exit code, and what it printed."""
+    """The exit code of a command, and what it printed."""
 
     code: int
     out: str
@@ -42,7 +42,7 @@ def runner(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Run:
-    """Run commands in a folder, without a network; words come back on single lines."""
+    """Run commands in a folder, without a network; lines are not wrapped."""
     import huggingface_hub.constants
 
     monkeypatch.chdir(folder)
@@ -62,7 +62,7 @@ def runner(
 
 
 def reported_without_torch(folder: Path, run: str) -> str:
-    """What a fresh process prints that reports a run into `again` and never loads torch."""
+    """The output of a new process that reports a run into `again` without loading torch."""
     probe = (
         f"import sys; sys.argv = ['factscope', 'report', {run!r}, '--out', 'again']\n"
         "from factscope.cli.app import run\n"

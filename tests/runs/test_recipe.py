@@ -1,4 +1,4 @@
-"""Recipes: each can be read, names what there is, has a small sibling; one is run to its end."""
+"""Recipes: those of the repository are valid; one is run and resumed."""
 
 import inspect
 import json
@@ -53,7 +53,7 @@ def assert_refused(result: Result, *words: str) -> None:
 @pytest.mark.parametrize(
     "path", [*PAPER, *SMALL, *DEFAULT], ids=lambda p: f"{p.parent.name}-{p.stem}"
 )
-def test_a_recipe_names_what_there_is(path: Path, factscope: Run) -> None:
+def test_every_recipe_is_valid(path: Path, factscope: Run) -> None:
     recipe = read_recipe(path, KNOWN)
     for step in recipe.steps:
         said = step.settings
@@ -75,12 +75,12 @@ def test_a_recipe_names_what_there_is(path: Path, factscope: Run) -> None:
     assert all(line.startswith("factscope ") for line in lines[1:])
 
 
-def test_every_recipe_has_a_small_sibling() -> None:
+def test_every_recipe_has_a_small_version() -> None:
     assert len(PAPER) >= 20
     assert [path.name for path in PAPER] == [path.name for path in SMALL]
 
 
-def test_every_learned_editor_of_the_paper_has_a_recipe() -> None:
+def test_every_hypernetwork_of_the_paper_has_a_recipe() -> None:
     names = {"mend", "mend-cf", "mend-zsre", "ke", "ke-cf", "ke-zsre"}
     assert {path.stem for path in DEFAULT} == names
     for path in DEFAULT:
@@ -90,7 +90,7 @@ def test_every_learned_editor_of_the_paper_has_a_recipe() -> None:
         assert evaluate.settings["weights"] == train.name
 
 
-def test_weights_come_from_a_run_before(tmp_path: Path, factscope: Run) -> None:
+def test_weights_come_from_an_earlier_run(tmp_path: Path, factscope: Run) -> None:
     trained = '[[run]]\nname = "t"\ncommand = "train"\nmethod = "ke"\ndata = "text"\n'
     edited = '[[run]]\nname = "e"\ncommand = "evaluate"\nmethod = "ke"\nweights = "t"\n'
     path = tmp_path / "recipe.toml"
@@ -106,7 +106,7 @@ def test_weights_come_from_a_run_before(tmp_path: Path, factscope: Run) -> None:
 
 
 @pytest.mark.parametrize("file", ["curie.json", "small/questions.json"])
-def test_their_own_cases_can_be_read(file: str) -> None:
+def test_case_files_of_recipes_can_be_read(file: str) -> None:
     cases = read_cases(RECIPES / file)
     assert cases.cases
     assert not cases.problems
@@ -115,7 +115,7 @@ def test_their_own_cases_can_be_read(file: str) -> None:
 # ---- one run to its end
 
 
-def test_a_recipe_is_run_to_its_end_and_goes_on(
+def test_a_recipe_runs_and_resumes(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = RECIPES / "small" / "prefix-ablation.toml"
@@ -165,7 +165,7 @@ def test_several_runs_share_a_report(factscope: Run, model: Path, tmp_path: Path
     assert list(json.loads(factscope(*words, "--json").out)["results"]) == ["one", "report:both"]
 
 
-def test_facts_can_be_named(factscope: Run, model: Path, tmp_path: Path) -> None:
+def test_facts_by_the_name_of_a_data_set(factscope: Run, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(
         'title = "t"\n[[run]]\nname = "traces"\ncommand = "trace"\nfacts = "everyday"\n'
@@ -202,7 +202,7 @@ GOOD = 'title = "t"\n[[run]]\nname = "a"\ncommand = "evaluate"\n'
         ('run = 3\ntitle = "t"\n', "must be tables"),
     ],
 )  # fmt: skip
-def test_a_recipe_that_cannot_be_is_refused(text: str, said: str, factscope: Run) -> None:
+def test_an_invalid_recipe_is_refused(text: str, said: str, factscope: Run) -> None:
     Path("recipe.toml").write_text(text)
     assert_refused(factscope("recipe", "recipe.toml", "--out", "out"), said)
     assert not Path("out").exists()
@@ -213,7 +213,7 @@ def test_a_recipe_needs_a_folder_and_a_file(factscope: Run) -> None:
     assert_refused(factscope("recipe", "none.toml", "--out", "out"), "cannot read the recipe")
 
 
-def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
+def test_a_changed_recipe_is_refused_by_its_run_folder(
     factscope: Run, model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "recipe.toml"
@@ -224,7 +224,7 @@ def test_a_changed_recipe_is_refused_by_the_run_that_it_changes(
     assert_refused(factscope(*words), "belongs to another run", "steps")
 
 
-def test_settings_become_words() -> None:
+def test_settings_as_words_of_the_command_line() -> None:
     settings = {"kinds": ["states", "mlp"], "force": True, "gradients": False, "prompt": "A b",
                 "lr": 5e-4}  # fmt: skip
     assert flag_words(settings, ["prompt"]) == [
@@ -242,7 +242,7 @@ def test_files_beside_a_recipe_are_found_from_anywhere(tmp_path: Path) -> None:
         read_recipe(file, KNOWN)
 
 
-def test_a_training_is_reported_where_it_is_named(tmp_path: Path) -> None:
+def test_a_training_is_reported_only_if_named(tmp_path: Path) -> None:
     trained = '[[run]]\nname = "trained"\ncommand = "train"\nmethod = "mend"\n'
     file = tmp_path / "recipe.toml"
     file.write_text(GOOD + trained + '[[report]]\n[[report]]\nname = "t"\nruns = ["trained"]\n')
@@ -251,7 +251,7 @@ def test_a_training_is_reported_where_it_is_named(tmp_path: Path) -> None:
     assert read_recipe(file, KNOWN).reports[0].runs == ("trained",)
 
 
-def test_the_example_in_the_docstring_is_a_recipe(tmp_path: Path) -> None:
+def test_the_example_in_the_docstring_is_valid(tmp_path: Path) -> None:
     text = inspect.cleandoc(recipe_module.__doc__ or "").split("\n\n", 1)[1]
     text = inspect.cleandoc(text)
     assert tomllib.loads(text)["title"].startswith("Table 4")

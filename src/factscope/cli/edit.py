@@ -249,7 +249,8 @@ def _show_one(lm: "LM", edit: "Edit", case: "Case", options: WriteOptions) -> No
         record = before_after(lm, edit, case, generation_tokens=tokens)
     if options.out is not None:
         edit.save(options.out)
-    drawn = draw_edit(record, options.page, options.figure)
+    page, figure = options.page, options.figure
+    drawn = draw_edit(record, page, figure) if page or figure else []
     warn([record])
     if options.json:
         print_json(record.to_json())
@@ -284,8 +285,8 @@ def _show_many(
     say(f"{edit.method} on {edit.model}: {len(records)} facts\n", style="bold")
     results.print(terminal.facts_table(records))
     results.print()
-    results.print(terminal.rails_table(first.checks))
-    results.print(terminal.places_table(first.changed_weights), soft_wrap=True)
+    results.print(terminal.checks_table(first.checks))
+    results.print(terminal.changed_weights_text(first.changed_weights), soft_wrap=True)
     _print_file(edit, options.out)
 
 
@@ -314,15 +315,15 @@ def print_edit(record: "EditRecord") -> None:
     """Before and after, generated text side by side, the checks and the changed weights."""
     from factscope.report import terminal
 
-    results.print(terminal.headline(record), soft_wrap=True)
+    results.print(terminal.fact_text(record), soft_wrap=True)
     say(f"{record.method} on {record.model}\n", style="dim")
     results.print(terminal.scores_table(record))
     if record.generations:
         results.print()
         results.print(terminal.generations_table(record))
     results.print()
-    results.print(terminal.rails_table(record.checks))
-    results.print(terminal.places_table(record.changed_weights), soft_wrap=True)
+    results.print(terminal.checks_table(record.checks))
+    results.print(terminal.changed_weights_text(record.changed_weights), soft_wrap=True)
 
 
 ADVICE = {
@@ -420,7 +421,7 @@ def _checked(lm: "LM", edit: "Edit", *, force: bool) -> "Edit":
 def show(options: ShowOptions) -> None:
     """Show what edits change: facts, weights, method and settings. Needs no model."""
     from factscope.evaluation.before_after import changed_weights, describe_checks
-    from factscope.report.terminal import places_table, rails_table, settings_table
+    from factscope.report.terminal import changed_weights_text, checks_table, settings_table
 
     pairs = list(zip(options.files, options.load(), strict=True))
     if options.json:
@@ -440,8 +441,8 @@ def show(options: ShowOptions) -> None:
         say(f"{edit.method}, for {edit.model} ({edit.fingerprint[:12]})")
         for fact in edit.facts:
             say(f"  {fact.text} → {fact.target}")
-        results.print(places_table(changed_weights(edit)), soft_wrap=True)
-        results.print(rails_table(describe_checks(edit.checks)))
+        results.print(changed_weights_text(changed_weights(edit)), soft_wrap=True)
+        results.print(checks_table(describe_checks(edit.checks)))
         results.print(settings_table(edit.settings))
 
 
@@ -460,7 +461,7 @@ def apply(options: ApplyOptions) -> None:
     """Apply edits together: each fact without edits, with its own edit, and with all edits."""
     from factscope.editing.checks import with_checks
     from factscope.evaluation.before_after import describe_checks, generate_before_after
-    from factscope.report.terminal import applied_table, rails_table, side_by_side
+    from factscope.report.terminal import applied_table, checks_table, generation_table
 
     edits = options.load()
     total = reduce(add, edits)
@@ -476,9 +477,9 @@ def apply(options: ApplyOptions) -> None:
         return
     results.print(applied_table(rows))
     for text in texts:
-        results.print(side_by_side(text, [fact.target or "" for fact in total.facts]))
+        results.print(generation_table(text, [fact.target or "" for fact in total.facts]))
     say("all together:", style="dim")
-    results.print(rails_table(checks))
+    results.print(checks_table(checks))
     _complain(checks["complaints"])
 
 
@@ -672,7 +673,7 @@ def _print_texts(
     from rich.text import Text
 
     from factscope.records import Generation
-    from factscope.report.terminal import side_by_side
+    from factscope.report.terminal import generation_table
 
     objects = [fact.target or "" for fact in edit.facts] if edit else []
     for i, (text, words) in enumerate(zip(prompts, after, strict=True)):
@@ -680,4 +681,4 @@ def _print_texts(
             results.print(Text.assemble((text, "bold"), words), soft_wrap=True)
         else:
             both = Generation(text=text, before=before[i], after=words)
-            results.print(side_by_side(both, objects))
+            results.print(generation_table(both, objects))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +54,7 @@ def serve(options: ServeOptions) -> None:
     lm = options.model.load()
     state = ServerState(lm=lm, runs=options.runs, limits=options.limits)
     # The page itself says where C is missing; a visitor who leaves is no error.
-    with _errors_only("factscope.editing.closed_form", "asyncio"):
+    with _errors_only("factscope.editing.closed_form", "asyncio"), suppress(KeyboardInterrupt):
         run(
             state, host=options.host, port=options.port, allowed_hosts=options.allowed_host,
             ready=lambda address: say(f"{lm.name} at {address} (Ctrl-C stops)"),

@@ -154,7 +154,7 @@ def _texts_after(records: Sequence[CaseRecord]) -> dict[Fact, tuple[str, ...]]:
 
 def _require_texts(texts: dict[Fact, tuple[str, ...]], method: str) -> dict[Fact, tuple[str, ...]]:
     if not texts:
-        raise BadStudy(f"there are no texts by {method}; evaluate with --length 100, say")
+        raise BadStudy(f"there are no texts by {method}; evaluate with --text-length 100")
     return texts
 
 
