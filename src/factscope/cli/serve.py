@@ -53,7 +53,7 @@ def serve(options: ServeOptions) -> None:
         raise BadSetting(f"--runs is {str(options.runs)!r}; give a folder of runs")
     lm = options.model.load()
     state = ServerState(lm=lm, runs=options.runs, limits=options.limits)
-    # The page itself says where C is missing; a visitor who leaves is no error.
+    # The page itself warns of a missing C; a client that disconnects is not an error.
     with _errors_only("factscope.editing.closed_form", "asyncio"), suppress(KeyboardInterrupt):
         run(
             state, host=options.host, port=options.port, allowed_hosts=options.allowed_host,

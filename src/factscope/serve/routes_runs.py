@@ -4,11 +4,11 @@ A run name of a request is looked up among the runs that were found; it never be
 """
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
@@ -55,7 +55,6 @@ CACHE_SIZE = 4
 RunNames = Annotated[list[str], Query(max_length=64)]
 Stamp = tuple[str, int, int]
 """A run's name, and the modification time and size of its records: changes with the records."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class RunLibrary:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._records: OrderedDict[Hashable, Any] = OrderedDict()
-        self._summaries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._records = lru_cache(CACHE_SIZE)(self._read)
+        self._summaries = lru_cache(CACHE_SIZE)(self._summarize)
 
     def all(self) -> dict[str, RunEntry]:
         """All runs by name, which is the path within the folder."""
@@ -117,7 +116,7 @@ class RunLibrary:
     def cases(self, names: Sequence[str]) -> list[CaseRecord]:
         """The cases of several evaluations."""
         runs = self.find(names, "evaluate")
-        records = merge_runs({run.name: self._read(run, run.folder.case_records) for run in runs})
+        records = merge_runs({run.name: self._records(run.stamp, "evaluate") for run in runs})
         if not records:
             raise BadRecord(f"the run {runs[0].name!r} has no records yet; try again later")
         return records
@@ -125,34 +124,28 @@ class RunLibrary:
     def summaries(self, names: Sequence[str]) -> list[Summary]:
         """The metrics of several evaluations; thousands of generated texts take seconds."""
         stamps = tuple(run.stamp for run in self.find(names, "evaluate"))
-        return _cached(self._summaries, stamps, lambda: summarize(self.cases(names)))
+        return self._summaries(stamps)
 
     def traces(self, name: str) -> list[TraceRecord]:
         """The traces of one run."""
         [run] = self.find([name], "trace")
-        records = self._read(run, run.folder.trace_records)
+        records = self._records(run.stamp, "trace")
         if not any(record.known for record in records):
             raise BadRecord(f"the run {name!r} has no traces of known facts; choose another")
         return records
 
-    def _read(self, run: RunEntry, read: Callable[[], list[T]]) -> list[T]:
-        stamp = run.stamp
-        if stamp[2] > MAX_BYTES:
+    def _read(self, stamp: Stamp, command: str) -> list[Any]:
+        name, _, size = stamp
+        if size > MAX_BYTES:
             raise BadRecord(
-                f"the records of {run.name!r} have {stamp[2]:,} bytes, too many for the page; "
-                "use `factscope report`"
+                f"the records of {name!r} have {size:,} bytes, too many for the page; use "
+                "`factscope report`"
             )
-        return _cached(self._records, stamp, read)
+        folder = self.all()[name].folder
+        return folder.case_records() if command == "evaluate" else folder.trace_records()
 
-
-def _cached(cache: OrderedDict[Hashable, Any], key: Hashable, compute: Callable[[], T]) -> T:
-    """The cached value; the least recently used one is dropped."""
-    if key not in cache:
-        cache[key] = compute()
-        while len(cache) > CACHE_SIZE:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
+    def _summarize(self, stamps: tuple[Stamp, ...]) -> list[Summary]:
+        return summarize(self.cases([name for name, _, _ in stamps]))
 
 
 def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
