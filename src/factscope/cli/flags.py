@@ -40,7 +40,7 @@ class ModelOptions:
     model: Annotated[str, Flag(short="m")] = "smollm2-135m"
     """Short name, hub id, folder or GGUF file."""
     device: str = "auto"
-    """cpu, cuda, mps, or auto for the best available."""
+    """Device as torch names it, e.g. cpu; auto for the best available."""
     device_map: str | None = None
     """auto spreads the model over several GPUs, as accelerate does."""
     dtype: str = "float32"

@@ -47,9 +47,9 @@ class Replacements:
     limit: Annotated[int | None, Ge(1)] = None
     """Another number of cases or facts."""
     device: str | None = None
-    """cpu, cuda, mps or auto."""
+    """Another device."""
     dtype: str | None = None
-    """float32, tf32, bfloat16, float16 or auto."""
+    """Another number format."""
 
 
 @dataclass(frozen=True, kw_only=True)
