@@ -1,23 +1,23 @@
-"""How fast is an edit? ROME's by the reference procedure and by ours, and MEND's and KE's.
+"""How fast is an edit? ROME by the reference procedure and by factscope, and MEND and KE.
 
     python bench/edit.py --model smollm2-135m                       # a real fact, on a CPU
     python bench/edit.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
     python bench/edit.py --shape gpt2-xl --device cuda --dtype tf32 --facts 64 --no-reference
 
-The reference writes one fact at a time, and every step is a forward pass of the whole model over
-all contexts with all logits (`editing.reference`), as in the paper's own code. Both use the
-same 21 contexts and 20 steps and never stop early. Ours is the whole call that a user makes: the
-run beforehand, the search, the solve and the guard rails; prefixes and the second moment's factor
-are made once, as in the paper's code, and are not timed on either side. On a GPU the first fact of
-all records its search, and facts that follow play recordings, if there is one of their shape
-(`lm.accel.search_cache`): both are timed, the first as the median of `--repeat` runs after one to
-warm up, each with all recordings thrown away; those that follow on `LATER` facts of other lengths,
-each written once, after `LATER` others. The reference writes the same facts. A `--shape` has random
-weights: time does not depend on their values.
+The reference edits one fact at a time; every step is a forward pass of the whole model over all
+contexts with all logits (`editing.reference`), as in the paper's code. Both use the same 21
+contexts and 20 steps without early stop. Ours is the whole call that a user makes: the unedited run, the
+search, the closed form and the checks. Prefixes and the factor of the second moment are computed
+beforehand on both sides, as in the paper's code.
 
-A second table has the other editors beside ROME's following edit, guard rails included in all: an
-edit by MEND or KE should take less than a fifth. Their networks are untrained, of the published
-sizes: what they compute takes as long as after training.
+On a GPU the first edit captures CUDA graphs and later edits replay them if their shape is known.
+Both are timed: the first edit as the median of `--repeat` runs with an empty cache after one
+warm-up run; a later edit as the median over `LATER` facts of various lengths, each edited once,
+after `LATER` others. The reference edits the same facts. A `--shape` has random weights: time does
+not depend on their values.
+
+A second table compares other editors with a later ROME edit, checks included. Their networks are
+untrained but have the published sizes.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from shapes import SHAPES, Clock, shaped
 SUBJECTS = "The E iff el Tower"
 """Five tokens, as GPT-2 has them."""
 LATER = 10
-"""How many facts, each of its own length, are written before the timed ones, and how many then."""
+"""How many facts of various lengths are edited before the timed ones, and how many are timed."""
 LAYER = {"gpt2-xl": 17, "gpt-j-6b": 5, "gpt-neox-20b": 15}
 
 
 class Words:
-    """A tokenizer for models without words: every run of letters or signs is a token."""
+    """A tokenizer for random weights: every run of letters or signs is a token."""
 
     is_fast = True
     bos_token_id = eos_token_id = 0
@@ -71,8 +71,8 @@ class Words:
 
 
 def prepared(args: argparse.Namespace, dtype: str) -> tuple[LM, Rome, list[Fact]]:
-    """The model, the method with everything settled beforehand, and the facts."""
-    gc.collect()  # the model before, with its recordings
+    """The model, the method with everything resolved, and the facts."""
+    gc.collect()  # frees the previous model and its graphs
     if args.model:
         from factscope.lm.load import load
 
@@ -107,13 +107,13 @@ def of_all_lengths(fact: Fact) -> list[Fact]:
 
 
 def prefixes(lm: LM, contexts: int) -> tuple[str, ...]:
-    """Half of 5 words, half of 10, as the paper's: each with a full stop behind."""
+    """Half of 5 words, half of 10, as in the paper, each with a full stop."""
     half = (contexts - 1) // 2
     return tuple(" ".join(["so"] * (5 if i < half else 10)) + ". " for i in range(contexts - 1))
 
 
 def moment(lm: LM, layer: int) -> SecondMoment:
-    """Some C of the right size: what is in it does not matter here."""
+    """An identity C of the right size: its values do not matter here."""
     width = lm.mlp_weight(layer).shape[1]
     made = SecondMoment(
         matrix=torch.eye(width, device=lm.device), layer=layer, tokens=width, corpus="none",
@@ -160,7 +160,7 @@ def measured(args: argparse.Namespace, dtype: str, clock: Clock) -> str:
 
 
 WARM = 4
-"""So many edits of a kind pass until all is recorded that will be."""
+"""Edits before timing, until everything that recurs is captured."""
 
 CONFIGS: dict[type[HypernetEditor], MendConfig | KeConfig] = {
     Mend: MendConfig(rank=1920),
@@ -187,7 +187,7 @@ def compared(args: argparse.Namespace, dtype: str, clock: Clock) -> Iterator[str
     lm, rome, facts = prepared(args, dtype)
 
     def seconds(made: Editor) -> float:
-        # Random weights may not learn a fact, which takes as long.
+        # With random weights an edit may fail, which takes as long.
         for _ in range(WARM if lm.device.type == "cuda" else 0):
             made.attempt(lm, facts)
         return median(clock, lambda: made.attempt(lm, facts), args.repeat) / len(facts)
@@ -216,13 +216,13 @@ def main() -> None:
     args = parser.parse_args()
     clock = Clock(cuda=args.device.startswith("cuda"))
     columns = (
-        "dtype", "facts", "reference, s a fact", "ours, the first of all", "times",
-        "ours, a following one", "times", "edits a second", "gap of ΔW",
+        "dtype", "facts", "reference, s per fact", "first edit", "ratio",
+        "later edit", "ratio", "edits per second", "difference of ΔW",
     )  # fmt: skip
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for dtype in args.dtype:
         print(measured(args, dtype, clock), flush=True)
-    columns = ("dtype", "method", "facts", "s an edit", "share of ROME's")
+    columns = ("dtype", "method", "facts", "s per edit", "fraction of ROME")
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for dtype in args.dtype:
         for row in compared(args, dtype, clock):

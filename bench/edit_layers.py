@@ -3,10 +3,10 @@
     python bench/edit_layers.py --cases counterfact.json.gz --text wikipedia.txt.gz --out all.jsonl
     python bench/edit_layers.py --out all.jsonl --show --figure edit_layers.png
 
-Second moments of all wanted layers come first, from `--tokens` of the text, kept in `--stats`. A
-plan is one line of the output: what it was, how it scored, how long it took. A plan that is in the
-file already is not run again. Cases are taken in the order of the file, `--skip` of them left out
-first: settings were chosen on other cases than those reported.
+Second moments of all layers are computed first, from `--tokens` tokens of the text, and cached in
+`--stats`. Each line of the output is one method at one layer: settings, scores, seconds. A line
+that exists is not computed again. Cases are taken in file order after the first `--skip`: settings
+were chosen on other cases than those reported.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def scores(lm: LM, cases: Sequence[Case], edits: Sequence[Edit | Exception]) -> 
 
 
 def checks(edits: Sequence[Edit | Exception]) -> dict[str, Any]:
-    """How the guard rails saw the edits."""
+    """The checks of the edits."""
     seen = [edit.checks for edit in edits if isinstance(edit, Edit) and edit.checks is not None]
     factors = sorted(h.division_factor for h in seen if h.division_factor is not None)
     norms = sorted(h.update_norm for h in seen)

@@ -3,12 +3,12 @@
     python bench/evaluate.py --model smollm2-135m --cases 4 --length 0         # on a CPU
     python bench/evaluate.py --shape gpt2-xl --device cuda --dtype tf32 bfloat16 --cases 64
 
-The reference does what the paper's code does, one case after the other: score the prompts of the
-unedited model in one batch with all logits, write its ten texts, edit (`editing.reference`),
-write the weights, score and write again, and put the weights back. Ours is `Evaluation`: all cases
-together, each row under its own edit. Both have the same 21 contexts and 20 steps without early
+The reference does what the paper's code does, one case after the other: score the prompts with the
+unedited model in one batch with all logits, generate its ten texts, edit (`editing.reference`),
+change the weights, score and generate again, and restore the weights. Ours is `Evaluation`: all
+cases in one batch, each row under its own edit. Both have the same 21 contexts and 20 steps without early
 stop, a full case of CounterFact (1 + 2 + 10 + 10 prompts with two objects, 10 texts of 100 tokens),
-and both score the unedited model. Median of `--repeat` runs after one to warm up. A `--shape` has
+and both score the unedited model. Median of `--repeat` runs after a warm-up run. A `--shape` has
 random weights and cases of made-up words.
 """
 

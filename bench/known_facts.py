@@ -1,4 +1,4 @@
-"""Where the default model keeps the facts it knows: the runs behind docs/results.md.
+"""Where the default model stores the facts it knows: the runs behind docs/results.md.
 
     python bench/known_facts.py known_1000.json.gz RUNS --device cuda
 

@@ -1,4 +1,4 @@
-"""Do the numbers stay the same? Record what factscope computes, and compare with it later.
+"""Record what factscope computes, and compare it after a change of the code.
 
     python bench/regression.py record before.json                    # then change the code
     python bench/regression.py compare before.json

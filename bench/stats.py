@@ -1,12 +1,11 @@
-"""How much does collecting second moments cost? Tokens a second beside a bare forward pass.
+"""How much does collecting second moments cost? Tokens per second, against a bare forward pass.
 
     python bench/stats.py --model smollm2-135m                        # on a CPU
     python bench/stats.py --shape gpt2-xl --device cuda --dtype float32 tf32 bfloat16
 
 The bare pass reads the same sequences and stops at the same layer, but keeps nothing. Each
-number is the median of `--repeat` runs after one to warm up. A
-`--shape` is a model with the given dimensions and random weights: time does not depend on their
-values.
+number is the median of `--repeat` runs after a warm-up run. A `--shape` is a model with the given
+dimensions and random weights: time does not depend on their values.
 """
 
 import argparse

@@ -6,9 +6,9 @@
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --like known_1000.json.gz
     python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
 
-The reference runs one hooked forward pass a cell, one fact at a time, as the paper's own code
+The reference runs one hooked forward pass per cell, one fact at a time, as the paper's own code
 does (`factscope.tracing.reference`). Every cell costs it the same, so `--reference-cells N` times N
-cells, spread evenly, and multiplies. Ours is the median of `--repeat` runs after one to warm up.
+cells, spread evenly, and multiplies. Ours is the median of `--repeat` runs after a warm-up run.
 A `--shape` is a model with the given dimensions and random weights: time does not depend on their
 values. `--like FILE` takes the lengths and the subjects' places from a file of facts, as the
 default model's tokenizer has them.

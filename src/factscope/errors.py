@@ -140,7 +140,7 @@ class BadRunFolder(BadInput):
 
 
 class LimitExceeded(BadInput):
-    """A request beyond the server's limits per visitor."""
+    """A request beyond the server's limits per session."""
 
 
 class NotFound(BadInput):

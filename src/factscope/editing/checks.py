@@ -104,7 +104,7 @@ def _text_perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
 
 
 def _text_losses(lm: "LM", ids: Int[Tensor, "1 token"], rows: int) -> Float[Tensor, " row"]:
-    """The text's loss in each of so many rows, as they are edited now."""
+    """The text's loss in each row, under the edits that are active."""
     states = lm.model.base_model(ids.expand(rows, -1), use_cache=False).last_hidden_state
     return torch.stack([_mean_loss(lm.head(row[:-1]), ids) for row in states])
 

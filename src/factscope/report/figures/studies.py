@@ -16,7 +16,7 @@ FIRST, TIES, SECOND = "#d9730d", "#d8d6dd", "#4a6fa5"
 ROW_HEIGHT, MARGIN, WIDTH = 0.62, 0.75, 7.2
 """Inches."""
 MIN_LABELLED = 0.045
-"""Narrower parts of a bar, as fractions of it, have no number."""
+"""Narrower parts of a bar, as fractions of it, get no label."""
 
 
 def preferences_figure(preferences: Sequence[Preference]) -> Figure:
