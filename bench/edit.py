@@ -6,8 +6,8 @@
 
 The reference edits one fact at a time; every step is a forward pass of the whole model over all
 contexts with all logits (`editing.reference`), as in the paper's code. Both use the same 21
-contexts and 20 steps without early stop. Ours is the whole call that a user makes: the unedited run, the
-search, the closed form and the checks. Prefixes and the factor of the second moment are computed
+contexts and 20 steps without early stop. Ours is the whole call that a user makes: the unedited
+run, the search, the closed form and the checks. Prefixes and the factor of the second moment are computed
 beforehand on both sides, as in the paper's code.
 
 On a GPU the first edit captures CUDA graphs and later edits replay them if their shape is known.

@@ -25,7 +25,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.batches import solve_in_batches
 from factscope.editing.contexts import ContextRow, EditRequest, edit_requests, kl_row, pad_rows
 from factscope.editing.editor import map_valid
 from factscope.editing.settings import EditToken, ValueSearch
@@ -34,6 +33,7 @@ from factscope.facts import Fact
 from factscope.lm.accel import MIN_BATCH, LengthBuckets, Step, accelerated, accelerated_search
 from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io, hook_outputs
+from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.replay import PackedView, Replay
 from factscope.progress import Progress, no_progress
 
@@ -53,6 +53,9 @@ __all__ = [
 
 EditSite = Literal["mlp", "state"]
 """Where δ is added: to the MLP output m of a layer (ROME) or to its hidden state h (MEMIT)."""
+
+MAX_FACTS = 64
+"""Facts per batch at most: more do not make a GPU faster."""
 
 LOSS_SCALE = 2.0**12
 """The loss is multiplied by this power of two for the backward pass, as in mixed-precision
@@ -92,9 +95,12 @@ def search_values(
         return run_search(prepared, requests, progress)
 
     def solve_all(requests: list[EditRequest]) -> list[ValueResult | FactscopeError]:
-        return solve_in_batches(
-            lm, requests, layer, solve, facts_per_pass=facts_per_pass, progress=progress
-        )
+        # Requests of similar length share a batch; results in the order of the requests.
+        order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
+        size = facts_per_pass or _batch_size(lm, requests, layer)
+        results = run_in_batches([requests[i] for i in order], size, solve, progress)
+        by_index = dict(zip(order, results, strict=True))
+        return [by_index[i] for i in range(len(requests))]
 
     return map_valid(edit_requests(lm, facts, prefixes, token), solve_all)
 
@@ -213,6 +219,32 @@ def _failure(result: ValueResult) -> DidNotConverge | None:
             f"(loss by step: {by_step}); try another layer, more steps or a larger clamp"
         )
     return None
+
+
+# ---- batches
+
+
+def _suffix_length(request: EditRequest) -> int:
+    """Tokens of the longest row from the edit position on."""
+    return max(len(row.ids) - row.edit_position for row in request.rows)
+
+
+def _batch_size(lm: "LM", requests: Sequence[EditRequest], layer: int) -> int:
+    """Facts per batch: as few batches as fit into memory, of nearly equal size."""
+    if lm.device.type == "cpu":
+        return 1  # larger batches are not faster
+    keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
+    item = lm.dtype.itemsize
+    largest = max(requests, key=lambda r: _suffix_length(r) * len(r.rows))
+    rows = len(largest.rows) + 1  # and the row of the KL term
+    suffixes = _suffix_length(largest) * rows
+    tokens = max(len(row.ids) for row in largest.rows) * rows
+    activations = suffixes * (lm.n_layers - layer) * (10 * lm.width + 3 * keys) * item
+    caches = tokens * lm.n_layers * 2 * lm.width * item
+    logits = 4 * 4 * len(largest.rows) * len(largest.target) * vocabulary
+    fit = Budget.of(lm, None).bytes // (activations + caches + logits)
+    batches = math.ceil(len(requests) / max(1, min(MAX_FACTS, fit)))
+    return math.ceil(len(requests) / batches)
 
 
 # ---- the objective
