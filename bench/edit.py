@@ -7,14 +7,14 @@
 The reference edits one fact at a time; every step is a forward pass of the whole model over all
 contexts with all logits (`editing.reference`), as in the paper's code. Both use the same 21
 contexts and 20 steps without early stop. Ours is the whole call that a user makes: the unedited
-run, the search, the closed form and the checks. Prefixes and the factor of the second moment are computed
-beforehand on both sides, as in the paper's code.
+run, the search, the closed form and the checks. Prefixes and the factor of the second moment are
+computed beforehand on both sides, as in the paper's code.
 
 On a GPU the first edit captures CUDA graphs and later edits replay them if their shape is known.
-Both are timed: the first edit as the median of `--repeat` runs with an empty cache after one
-warm-up run; a later edit as the median over `LATER` facts of various lengths, each edited once,
-after `LATER` others. The reference edits the same facts. A `--shape` has random weights: time does
-not depend on their values.
+Both are timed: the first edit as the median of `--repeat` runs with an empty cache after one warm-
+up run; a later edit as the median over `LATER` facts of various lengths, each edited once, after
+`LATER` others. The reference edits the same facts. A `--shape` has random weights: time does not
+depend on their values.
 
 A second table compares other editors with a later ROME edit, checks included. Their networks are
 untrained but have the published sizes.

@@ -7,9 +7,9 @@ The reference does what the paper's code does, one case after the other: score t
 unedited model in one batch with all logits, generate its ten texts, edit (`editing.reference`),
 change the weights, score and generate again, and restore the weights. Ours is `Evaluation`: all
 cases in one batch, each row under its own edit. Both have the same 21 contexts and 20 steps without
-early stop, a full case of CounterFact (1 + 2 + 10 + 10 prompts with two objects, 10 texts of 100 tokens),
-and both score the unedited model. Median of `--repeat` runs after a warm-up run. A `--shape` has
-random weights and cases of made-up words.
+early stop, a full case of CounterFact (1 + 2 + 10 + 10 prompts with two objects, 10 texts of 100
+tokens), and both score the unedited model. Median of `--repeat` runs after a warm-up run. A
+`--shape` has random weights and cases of made-up words.
 """
 
 import argparse
