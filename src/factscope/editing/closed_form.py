@@ -80,6 +80,6 @@ def resolve_second_moment(
     if found is None:
         raise BadSetting(
             f"there are no statistics of layer {layer} of {lm.name}; collect them once with "
-            f"`factscope stats --model {lm.name} --layer {layer}` (--text FILE for your own text)"
+            f"`factscope stats --model {lm.name} --layers {layer}` (--text FILE for your own text)"
         )
     return found

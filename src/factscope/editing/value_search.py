@@ -532,8 +532,9 @@ def _unedited_run(
 
     key = ("edit contexts", layer) if facts == 1 else None
     return accelerated(
-        lm, compute, ids, batch=facts, key=key, check=lambda result: result[0].states[-1]
-    )
+        lm, compute, ids, batch=facts, key=key, needed_again=range(layer, lm.n_layers),
+        check=lambda result: result[0].states[-1],
+    )  # fmt: skip
 
 
 def _objective(

@@ -30,17 +30,20 @@ def accelerated(
     *inputs: Tensor,
     batch: int | None = None,
     key: Any = None,
+    needed_again: range | None = None,
     check: Callable[[T], Tensor] | None = None,
 ) -> T:
     """function(*inputs), a computation without gradients through the model's blocks.
 
     Large batches (at least `MIN_BATCH` rows or facts; None counts as large) run with fast linear
     layers, made for one block at a time. Small ones with a `key` are captured as a CUDA graph at
-    the second call, with fast layers that stay cached on the model; what differs between calls of
-    one key must be among the inputs. Split-precision products overflow where activations exceed
-    float16's range: a result that is not finite is computed again without them (`check` picks the
-    tensor to look at, if the result is not a single one). On a CPU only GELU is faster, and only
-    in computations of unknown size.
+    the second call; what differs between calls of one key must be among the inputs. In float32
+    they use the fast layers that are cached on the model. Those of the blocks `needed_again` are
+    made at the first call, those of all blocks at the second.
+
+    Split-precision products overflow where activations exceed float16's range: a result that is
+    not finite is computed again without them (`check` picks the tensor to look at, if the result
+    is not a single one). On a CPU only GELU is faster, and only in computations of unknown size.
     """
     if not on_gpu(lm):
         with fast_blocks_in_turn(lm.blocks) if batch is None else nullcontext():
@@ -53,7 +56,8 @@ def accelerated(
         return function(*inputs)
     cache = model_cache(lm) if splits_float32(lm.dtype) else None
     if cache is not None:
-        forwards = cache.build(lm, range(lm.n_layers))
+        blocks = needed_again if needed_again and not cache.forwards else range(lm.n_layers)
+        forwards = cache.build(lm, blocks if needed_again else list(cache.forwards))
 
         def fast(*inputs: Tensor) -> T:
             with replaced(forwards):
