@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--layers", nargs="+", type=int)
-    parser.add_argument("--settings", default="{}", help="JSON, e.g. '{\"search.weight_decay\": 0.01}'")
+    parser.add_argument("--settings", default="{}", help="JSON, e.g. '{\"search.lr\": 0.1}'")
     parser.add_argument("--show", action="store_true", help="only print the table of --out")
     parser.add_argument("--figure", type=Path, help="with --show, draw the scores by layer too")
     args = parser.parse_args()

@@ -255,7 +255,7 @@ def row_name(summary: Summary) -> str:
 
 # ---- sweeps
 
-AXIS_NAMES = {"max_change": "bound ε", "prefix_lengths": "prefixes"}
+AXIS_NAMES = {"max_change": "max change ε", "prefix_lengths": "prefixes"}
 TOKEN_NAMES = {
     "subject-first": "first subject token",
     "subject-last": "last subject token",
@@ -274,7 +274,7 @@ def setting_name(axis: str, value: Setting) -> str:
     if axis == "token":
         return TOKEN_NAMES.get(str(value), str(value))
     if axis == "max_change":
-        return "no bound" if value == NO_BOUND else f"{value:g}"
+        return "no limit" if value == NO_BOUND else f"{value:g}"
     if axis == "prefix_lengths":
         return "none" if value == "none" else str(value).replace(",", ", ").replace("x", " × ")
     return str(value)

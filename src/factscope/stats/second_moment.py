@@ -104,7 +104,7 @@ class SecondMoment:
 
     def check(self, lm: "LM", layer: int) -> None:
         """Raise an error unless these are the statistics of that layer of that model."""
-        command = f"`factscope stats --model {lm.name} --layer {layer}`"
+        command = f"`factscope stats --model {lm.name} --layers {layer}`"
         if self.fingerprint != lm.fingerprint:
             raise BadStats(
                 f"the statistics are of {self.model} (fingerprint {self.fingerprint[:16]}), not of "
@@ -297,7 +297,7 @@ def find_second_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> Seco
     raise BadStats(
         f"none of the given statistics is of layer {layer} of {lm.name} as loaded here "
         f"({'; '.join(found) or 'no files'}); collect them with "
-        f"`factscope stats --model {lm.name} --layer {layer}`"
+        f"`factscope stats --model {lm.name} --layers {layer}`"
     )
 
 
