@@ -72,7 +72,7 @@ def test_statistics_of_another_model_layer_or_width_are_refused() -> None:
     lm = tiny("gpt2")
     mine = collect(lm, [1], random_sequences(2), StatsSettings(tokens=100))[0]
     mine.check(lm, 1)
-    with pytest.raises(BadStats, match=r"layer 1 of .*, not of layer 2.*--layer 2"):
+    with pytest.raises(BadStats, match=r"layer 1 of .*, not of layer 2.*--layers 2"):
         mine.check(lm, 2)
     with pytest.raises(BadStats, match=r"of tiny gpt2 .*not of tiny opt .*factscope stats"):
         mine.check(tiny("opt"), 1)
