@@ -19,7 +19,7 @@ def main(
     *,
     settings: Tracing | None = None,
 ) -> dict[str, AverageEffects]:
-    """Records and two figures in a folder; facts that the model does not know are left out."""
+    """Write records and two figures; averages leave out facts that the model does not know."""
     folder = Path(out)
     records = list(trace_many(load(model), read_facts(Path(facts)).facts, settings))
     write_records(folder / "records.jsonl", records)

@@ -1,4 +1,4 @@
-"""Trace one fact under two corruptions: noise added to the subject, and noise in its place.
+"""Trace one fact under two corruptions: noise added to the subject, or replacing it.
 
 Usage: python examples/compare_corruptions.py [MODEL] [FOLDER]
 """
@@ -13,12 +13,12 @@ from factscope.report.figures import save_figure, trace_figure
 def main(
     model: str = "smollm2-135m", out: str = "corruptions", *, samples: int = 10
 ) -> dict[str, TraceRecord]:
-    """A figure of the states under each corruption."""
+    """Draw the trace of the states under each corruption."""
     lm = load(model)
     fact = Fact(subject="The Colosseum", prompt="{} is located in the city of", target="Rome")
     corruptions = {
         "added": Corruption(samples=samples),
-        "in-place": Corruption(samples=samples, distribution="embedding", replace=True),
+        "replaced": Corruption(samples=samples, distribution="embedding", replace=True),
     }
     records = {}
     for name, corruption in corruptions.items():

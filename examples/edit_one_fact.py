@@ -1,4 +1,4 @@
-"""Rewrite one fact: before and after, kept as a file, put on and taken off again.
+"""Edit one fact: predictions before and after, the edit as a file, and a text with it applied.
 
 Usage: python examples/edit_one_fact.py [MODEL] [FOLDER]
 """
@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from factscope import Fact, load
-from factscope.editing.settings import Rome
+from factscope import Case, Fact, Rome, load
 from factscope.evaluation.before_after import before_after
-from factscope.facts import Case
 from factscope.lm.generate import generate_greedy
 from factscope.records import EditRecord
 from factscope.report.figures import before_after_figure, save_figure
@@ -31,7 +29,7 @@ def main(model: str = "smollm2-135m", out: str = "edits", **settings: Any) -> Ed
         print(f"{scores.text} {scores.new}: {scores.before.new:.3f} → {scores.after.new:.3f}")
     save_figure(before_after_figure(record), Path(out) / "before-after.png")
     edit.save(Path(out) / "rome.edit")
-    with edit.applied(lm):  # in the weights here, and out of them afterwards
+    with edit.applied(lm):  # the weights are restored afterwards
         print(fact.text + generate_greedy(lm, [fact.text], 12)[0])
     return record
 

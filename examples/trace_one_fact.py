@@ -14,7 +14,7 @@ from factscope.report.terminal import strongest_cells
 
 
 def main(model: str = "smollm2-135m", out: str = "trace.png", *, samples: int = 10) -> TraceRecord:
-    """Trace the Eiffel Tower's city and draw it."""
+    """Trace where the model stores the Eiffel Tower's city, and draw it."""
     fact = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of", target="Paris")
     record = trace(load(model), fact, Tracing(corruption=Corruption(samples=samples)))
     print(f"{fact.text!r} → {record.answer!r}, known: {record.known}")

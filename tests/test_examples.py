@@ -1,4 +1,4 @@
-"""The examples run, on a tiny random model."""
+"""The scripts in examples/ run on a tiny random model."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def example(name: str) -> ModuleType:
-    """An example as a module."""
+    """Import an example."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ def test_trace_one_fact(model: str, tmp_path: Path):
 
 def test_average_effects(model: str, tmp_path: Path):
     facts = tmp_path / "facts.jsonl"
-    # Without targets: a random model knows nothing, but it always has an answer.
+    # Without targets, because a random model answers none correctly.
     lines = [{"subject": name, "prompt": "{} is in"} for name in ("Rome", "Oslo", "Lima")]
     facts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = Tracing(corruption=Corruption(samples=2))
@@ -65,14 +65,14 @@ def test_average_effects(model: str, tmp_path: Path):
 
 def test_compare_corruptions(model: str, tmp_path: Path):
     records = example("compare_corruptions").main(model, str(tmp_path), samples=2)
-    added, in_place = records["added"], records["in-place"]
-    assert added.clean == in_place.clean
-    assert added.corrupted_samples != in_place.corrupted_samples
-    assert {path.name for path in tmp_path.iterdir()} == {"added.png", "in-place.png"}
+    added, replaced = records["added"], records["replaced"]
+    assert added.clean == replaced.clean
+    assert added.corrupted_samples != replaced.corrupted_samples
+    assert {path.name for path in tmp_path.iterdir()} == {"added.png", "replaced.png"}
 
 
 def test_edit_one_fact(model: str, tmp_path: Path):
-    # A layer and token at which a random model can be taught, in steps that do not break it.
+    # Settings with which a random model can be edited without breaking it.
     mild = {"token": "last", "prefix_lengths": (), "second_moment": "identity"}
     mild |= {"search": ValueSearch(steps=5, lr=0.05)}
     record = example("edit_one_fact").main(model, str(tmp_path), **mild)

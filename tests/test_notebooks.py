@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is kept without outputs."""
+"""Every notebook runs from top to bottom and is stored without outputs."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from nbclient import NotebookClient
 from factscope.report import figures
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-FEWER = {
+SHORTER = {
     "locate": {"samples=4": "samples=1", "samples=2": "samples=1", "()[:5]": "()[:2]"},
     "evaluate": {"()[::40]": "()[::80]", "length=24": "length=8"},
 }
-"""Draws, facts, cases and tokens of which a few show as well that a notebook runs."""
+"""Replacements that make a notebook faster: fewer noise samples, facts, cases and tokens."""
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -27,18 +27,18 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path: Path):
+def test_notebook_has_no_outputs(path: Path):
     cells = code_cells(read(path))
     assert cells
     assert not any(cell.outputs or cell.execution_count for cell in cells)
 
 
 def shortened(path: Path) -> nbformat.NotebookNode:
-    """A notebook with the same cells that takes less time."""
+    """The notebook with the replacements above."""
     notebook = read(path)
-    for much, little in FEWER.get(path.stem, {}).items():
-        [cell] = [cell for cell in code_cells(notebook) if much in cell.source]
-        cell.source = cell.source.replace(much, little)
+    for long, short in SHORTER.get(path.stem, {}).items():
+        [cell] = [cell for cell in code_cells(notebook) if long in cell.source]
+        cell.source = cell.source.replace(long, short)
     return notebook
 
 
@@ -49,9 +49,9 @@ def draws(cell: nbformat.NotebookNode) -> bool:
 
 
 @pytest.mark.model
-@pytest.mark.filterwarnings("default")  # of the notebook's machinery, not ours
+@pytest.mark.filterwarnings("default")  # warnings of the notebook kernel
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_shows_its_figures(path: Path, tmp_path: Path):
+def test_notebook_runs_and_draws_its_figures(path: Path, tmp_path: Path):
     notebook = shortened(path)
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
