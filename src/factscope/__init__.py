@@ -1,7 +1,7 @@
-"""factscope: find where a language model keeps a fact, rewrite it, and measure what changed.
+"""factscope: find where a language model stores a fact, edit it, and measure what changed.
 
-The names below are the public ones. They are imported when first used, so that reading records
-needs no torch.
+These are the public names. Each is imported at its first use, so that reading records needs no
+torch.
 """
 
 from importlib import import_module
@@ -73,7 +73,7 @@ __all__ = [
     "write_records",
 ]
 
-_HOMES = {
+_MODULES = {
     "factscope.analysis.metrics": ("summarize",),
     "factscope.data.readers": ("read_cases",),
     "factscope.editing.edit": ("Edit",),
@@ -102,7 +102,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(home), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'factscope' has no attribute {name!r}")

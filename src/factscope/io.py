@@ -168,10 +168,10 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 
 def _check_hash(path: Path, expected: str, origin: str) -> None:
-    found = sha256(path)
-    if found != expected:
+    actual = sha256(path)
+    if actual != expected:
         raise HashMismatch(
-            f"{origin} has SHA-256 {found}, expected {expected}; the file was deleted. Try again, "
+            f"{origin} has SHA-256 {actual}, expected {expected}; the file was deleted. Try again, "
             "and check where your package index or proxy gets it from"
         )
 

@@ -15,13 +15,13 @@ def no_progress(fraction: float) -> None:
 
 @dataclass
 class NestedProgress:
-    """Maps the progress of parts to the whole; work repeated after a failure counts once."""
+    """Maps the progress of parts to overall progress; work repeated after a failure counts once."""
 
     progress: Progress
     reported: float = 0.0
 
     def within(self, start: float, length: float) -> Progress:
-        """The callback of a part that spans [start, start + length) of the whole."""
+        """The callback of a part that spans [start, start + length) of the total work."""
         reached = start
 
         def advance(fraction: float) -> None:

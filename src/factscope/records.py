@@ -117,8 +117,8 @@ class Record:
         return fields
 
 
-def _renamed(what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    names = RENAMED.get(what, {})
+def _renamed(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = RENAMED.get(kind, {})
     return {names.get(name, name): value for name, value in fields.items()}
 
 
@@ -177,7 +177,7 @@ class TraceRecord(Record):
 
 
 def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:
-    """A table of plain numbers; NaN becomes None."""
+    """The rows as a table of floats; NaN becomes None."""
     return tuple(
         tuple(None if x is None or math.isnan(x) else float(x) for x in row) for row in rows
     )
@@ -407,7 +407,7 @@ class TrainingRecord(Record):
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write the records, one per line; the file appears whole or not at all."""
+    """Write the records, one per line; the file appears complete or not at all."""
     write_atomic(path, "".join(r.to_json() + "\n" for r in records))
 
 

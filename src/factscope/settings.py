@@ -15,7 +15,7 @@ docs/commands.md derive from that list.
 How text is parsed follows from the type: `tuple[int, ...]` takes 5, 3-8 or 3,5,8;
 `tuple[tuple[int, int], ...]` takes 5x10,10x10; other tuples take several values, repeated or
 separated by commas (paths: repeated only); `none` is None, or an empty tuple. A `Flag` in the
-annotation changes the name or the parser; a field marked `INTERNAL` is no flag.
+annotation changes the name or the parser; a field marked `INTERNAL` is not a flag.
 """
 
 import ast
@@ -48,7 +48,7 @@ KINDS: dict[Any, str] = {
     int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false",
     Pair: "pairs such as 5x10", NoneType: "none",
 }  # fmt: skip
-"""The types that text can be parsed to, and how messages call them."""
+"""The types that text can be parsed to, with their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ INTERNAL = Flag(name="-")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a dataclass, or of one nested in it, as it is given from outside."""
+    """A field of a dataclass, or of one nested in it, as users give it."""
 
     path: tuple[str, ...]
     """Attribute names from the root: ("search", "steps")."""
@@ -133,7 +133,7 @@ class Setting:
         return tuple(str(word) for t in literal for word in get_args(t))
 
     def text(self, value: Any) -> str:
-        """A value as it would be given."""
+        """A value as the user would write it."""
         if value is None or value == ():
             return "none"
         if self.flag.parse is not None:
@@ -156,13 +156,13 @@ class Setting:
         for limit in self.limits:
             number = value[0] if self.flag.also else value
             if isinstance(number, int | float) and not _within(number, limit):
-                raise self.bad(number, _range(self.limits))
+                raise self.bad(number, _range_advice(self.limits))
         return value
 
     def bad(self, given: Any, advice: str) -> BadSetting:
         """The error for a value that cannot be used."""
-        shown = ", ".join(map(repr, given)) if isinstance(given, list | tuple) else repr(given)
-        return BadSetting(f"{self.shown} is {shown}; {advice}")
+        value = ", ".join(map(repr, given)) if isinstance(given, list | tuple) else repr(given)
+        return BadSetting(f"{self.shown} is {value}; {advice}")
 
     def _values(self, given: Any) -> Any:
         words = list(given) if isinstance(given, list | tuple) else [given]
@@ -175,7 +175,7 @@ class Setting:
         return tuple(self._value(word) for word in words)
 
     def _range(self, word: str) -> range:
-        """5, or 3-8."""
+        """The integers of "5" or "3-8"."""
         ends = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", word)
         if ends is None:
             raise self.bad(word, "write 5, 3-8 or 3,5,8")
@@ -209,12 +209,12 @@ class Setting:
 
 def settings_of(kind: Any) -> dict[str, Setting]:
     """Flag name to setting, for a dataclass, or an instance whose values are the defaults."""
-    found: dict[str, Setting] = {}
-    for setting in _walk(kind, ()):
-        if setting.name in found:
+    by_name: dict[str, Setting] = {}
+    for setting in _flatten(kind, ()):
+        if setting.name in by_name:
             raise TypeError(f"--{setting.name} would be the flag of two fields of {kind}")
-        found[setting.name] = setting
-    return found
+        by_name[setting.name] = setting
+    return by_name
 
 
 def build(base: T | type[T], given: Mapping[str, Any]) -> T:
@@ -250,17 +250,18 @@ def check(value: Any) -> None:
     for setting in _fields(type(value)):
         name = setting.path[-1]
         x = getattr(value, name)
-        for one in x if isinstance(x, tuple) else [x]:
-            if setting.choices and one is not None and one not in setting.choices:
-                raise BadSetting(f"{name} is {one!r}; {setting.expected}")
+        for element in x if isinstance(x, tuple) else [x]:
+            if setting.choices and element is not None and element not in setting.choices:
+                raise BadSetting(f"{name} is {element!r}; {setting.expected}")
         if isinstance(x, int | float) and not all(_within(x, limit) for limit in setting.limits):
-            raise BadSetting(f"{name} is {x}; {_range(setting.limits)}")
+            raise BadSetting(f"{name} is {x}; {_range_advice(setting.limits)}")
 
 
 # ---- reading the fields
 
 
-def _walk(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
+def _flatten(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
+    """The settings of a dataclass and of those nested in it; `path` leads to it from the root."""
     instance, cls = (None, kind) if isinstance(kind, type) else (kind, type(kind))
     docs = _docs(cls)
     for setting in _fields(cls):
@@ -269,7 +270,7 @@ def _walk(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
         name = setting.path[-1]
         default = setting.default if instance is None else getattr(instance, name)
         if is_dataclass(default) and setting.flag.parse is None:
-            yield from _walk(default, (*path, name))
+            yield from _flatten(default, (*path, name))
         else:
             yield replace(
                 setting, path=(*path, name), default=default, help=docs.get(name, ""),
@@ -281,7 +282,7 @@ def _walk(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
 def _fields(kind: Any) -> tuple[Setting, ...]:
     """The fields of one dataclass, its own before those that it inherits."""
     hints = _hints(kind)
-    found = []
+    settings = []
     for field in sorted(fields(kind), key=lambda field: _position(kind, field.name)):
         hint, notes = hints[field.name], ()
         if get_origin(hint) is Annotated:
@@ -297,21 +298,23 @@ def _fields(kind: Any) -> tuple[Setting, ...]:
             flag=next((note for note in notes if isinstance(note, Flag)), Flag()),
             limits=tuple(note for note in notes if isinstance(note, Ge | Gt | Le | Lt)),
         )  # fmt: skip
-        found.append(setting)
-    return tuple(found)
+        settings.append(setting)
+    return tuple(settings)
 
 
 def _hints(kind: type) -> dict[str, Any]:
     """Field name to type. Names that are imported for type checkers only become `_Unknown`."""
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         names = _Names({**vars(builtins), **vars(sys.modules[base.__module__])})
         for name, hint in inspect.get_annotations(base).items():
-            found[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
-    return found
+            hints[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
+    return hints
 
 
 class _Names(dict[str, Any]):
+    """A namespace in which unknown names are `_Unknown`."""
+
     def __missing__(self, name: str) -> type:
         return _Unknown
 
@@ -321,7 +324,7 @@ class _Unknown:
 
 
 def _position(kind: type, name: str) -> tuple[int, int]:
-    """How far up a class declares a field, and where there."""
+    """Sort key: the index of the declaring class in the MRO, then the position in that class."""
     for i, base in enumerate(kind.__mro__):
         declared = list(inspect.get_annotations(base))
         if name in declared:
@@ -332,7 +335,7 @@ def _position(kind: type, name: str) -> tuple[int, int]:
 @cache
 def _docs(kind: type) -> dict[str, str]:
     """Field name to the string under it; a class's own strings before those of its bases."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
             continue
@@ -341,21 +344,22 @@ def _docs(kind: type) -> dict[str, str]:
         for node, after in zip(tree.body, tree.body[1:], strict=False):
             match node, after:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _replace(value: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
     """`dataclasses.replace` along paths; a class is called instead."""
-    own = {path[0]: x for path, x in changes.items() if len(path) == 1}
+    values = {path[0]: x for path, x in changes.items() if len(path) == 1}
     for name in {path[0]: None for path in changes if len(path) > 1}:
-        below = {path[1:]: x for path, x in changes.items() if path[0] == name and len(path) > 1}
-        own[name] = _replace(_default(value, name), below)
-    return value(**own) if isinstance(value, type) else replace(value, **own)
+        nested = {path[1:]: x for path, x in changes.items() if path[0] == name and len(path) > 1}
+        values[name] = _replace(_default(value, name), nested)
+    return value(**values) if isinstance(value, type) else replace(value, **values)
 
 
 def _default(value: Any, name: str) -> Any:
@@ -368,7 +372,7 @@ def _default(value: Any, name: str) -> Any:
 
 
 def _convert(given: Any, kind: Any) -> Any:
-    """A value of one type; ValueError or TypeError where it is none."""
+    """A value of one type; ValueError or TypeError if the text does not fit."""
     if get_origin(kind) is Literal:
         return get_args(kind)[get_args(kind).index(given)]
     if kind == Pair:
@@ -400,7 +404,8 @@ def _within(x: int | float, limit: Any) -> bool:
     return getattr(operator, name)(x, getattr(limit, name))
 
 
-def _range(limits: Sequence[Any]) -> str:
+def _range_advice(limits: Sequence[Any]) -> str:
+    """The allowed range: "give 1 or more"."""
     words = {"Ge": "{} or more", "Gt": "more than {}", "Le": "{} or less", "Lt": "less than {}"}
     names = [type(limit).__name__ for limit in limits]
     bounds = [words[n].format(getattr(x, n.lower())) for n, x in zip(names, limits, strict=True)]

@@ -87,8 +87,8 @@ def has_table(record: TraceRecord, table: str) -> bool:
 
 def kinds_of(records: Iterable[TraceRecord]) -> tuple[str, ...]:
     """The kinds that at least one record restored, in the order of `KINDS`."""
-    found = {kind for record in records for kind in record.restored}
-    return tuple(kind for kind in KINDS if kind in found)
+    restored = {kind for record in records for kind in record.restored}
+    return tuple(kind for kind in KINDS if kind in restored)
 
 
 def cell_table(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
@@ -142,7 +142,7 @@ def roles(record: TraceRecord, *, paper: bool = False) -> tuple[tuple[str, ...],
     """
     start, stop = record.subject
     end = len(record.tokens) - 1
-    found: list[tuple[str, ...]] = []
+    by_token: list[tuple[str, ...]] = []
     for token in range(len(record.tokens)):
         fits = {
             "first subject token": token == start,
@@ -153,8 +153,8 @@ def roles(record: TraceRecord, *, paper: bool = False) -> tuple[tuple[str, ...],
             LAST: token == end,
         }
         names = tuple(role for role in PRECEDENCE if fits[role])
-        found.append(names if paper else names[:1])
-    return tuple(found)
+        by_token.append(names if paper else names[:1])
+    return tuple(by_token)
 
 
 def _tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list[int]:

@@ -230,10 +230,10 @@ def harmonic_mean(values: Sequence[float]) -> float:
 
 
 def _unedited_scores(records: Iterable[CaseRecord]) -> list[CaseScores]:
-    """The unedited model's scores of every case that any method was tried on.
+    """The unedited model's scores of every case that any method edited.
 
-    If several runs scored a case, the one that measured most counts: one may have generated texts,
-    another not.
+    If several runs scored a case, the most complete scores count: one run may have generated
+    texts, another not.
     """
     best: dict[Fact, CaseScores] = {}
     for record in records:
@@ -256,7 +256,7 @@ def _parts(scores: CaseScores | None) -> int:
 def merge_runs(runs: Mapping[str, Sequence[CaseRecord]]) -> list[CaseRecord]:
     """The records of several runs, by the run's name.
 
-    If two runs tried the same method on the same case (with other settings), the run's name is
+    If two runs evaluated the same method on the same case (with other settings), the run's name is
     added to the method.
     """
     owners: dict[tuple, set[str]] = {}
@@ -338,11 +338,11 @@ def words(text: str) -> list[str]:
     of abbreviations does. NLTK also writes opening and closing quotes differently and splits a few
     more contractions ("gonna").
     """
-    found: list[str] = []
+    tokens: list[str] = []
     for token in TOKEN.findall(text):
         parts = CONTRACTION.match(token)
-        found += [part for part in parts.groups() if part] if parts else [token]
-    return found
+        tokens += [part for part in parts.groups() if part] if parts else [token]
+    return tokens
 
 
 # ---- similarity to reference texts (RS)
@@ -358,8 +358,10 @@ def reference_similarity(
 
     0 if one of them has no term.
     """
-    ours, theirs = (tfidf(" ".join(some), idf) for some in (texts, references))
-    return math.fsum(weight * theirs.get(term, 0.0) for term, weight in ours.items())
+    text_vector, reference_vector = (tfidf(" ".join(group), idf) for group in (texts, references))
+    return math.fsum(
+        weight * reference_vector.get(term, 0.0) for term, weight in text_vector.items()
+    )
 
 
 def tfidf(text: str, idf: Mapping[str, float]) -> dict[str, float]:

@@ -89,14 +89,14 @@ def _rows(data: str, metrics: tuple[str, ...], tables: dict[str, str]) -> list[S
         for line in lines.strip().splitlines():
             method, *numbers = line.split()
             values = [round(float(number) / 100, 5) for number in numbers]
-            found: dict[str, Estimate] = {}
+            estimates: dict[str, Estimate] = {}
             if data == "counterfact":
-                found["S"] = Estimate(values.pop(0), math.nan, cases)
+                estimates["S"] = Estimate(values.pop(0), math.nan, cases)
             for name, mean, half_width in zip(metrics, values[::2], values[1::2], strict=True):
-                found[name] = Estimate(mean, half_width, cases)
+                estimates[name] = Estimate(mean, half_width, cases)
             rows.append(
                 Summary(
-                    model=model, data=data, method=method, cases=cases, metrics=found,
+                    model=model, data=data, method=method, cases=cases, metrics=estimates,
                     published=True,
                 )
             )  # fmt: skip

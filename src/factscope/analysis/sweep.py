@@ -101,7 +101,7 @@ class Sweep:
 
     @property
     def lines(self) -> list[Line]:
-        """The points grouped by their settings beside the x axis."""
+        """The points grouped by their settings on all other axes."""
         others = [axis for axis in AXES if axis != self.x_axis and len(self.grid.get(axis, ())) > 1]
         groups: dict[tuple[Setting, ...], list[Point]] = {}
         for point in self.points:
@@ -113,7 +113,7 @@ class Sweep:
 
     @property
     def fixed(self) -> dict[str, Setting]:
-        """Axes with a single value, beside the x axis."""
+        """Axes with a single value, without the x axis."""
         return {
             axis: values[0]
             for axis, values in self.grid.items()
@@ -121,5 +121,5 @@ class Sweep:
         }
 
     def measured(self, names: Sequence[str]) -> list[str]:
-        """Those of the metrics that some point has."""
+        """The metrics that at least one point has."""
         return [name for name in names if any(point.metric(name) for point in self.points)]

@@ -50,22 +50,24 @@ def before_after_each(
     """The same for several cases of one edit, scored together."""
     prompts = _with_old_objects(lm, [prompt for case in cases for prompt in _prompts(case)])
     changes = iter(_score(lm, edit, prompts))
-    texts = [_generation_prompts(case) if generation_tokens else () for case in cases]
+    texts_by_case = [_generation_prompts(case) if generation_tokens else () for case in cases]
     generations = iter(
-        generate_before_after(lm, edit, [t for own in texts for t in own], generation_tokens)
+        generate_before_after(
+            lm, edit, [t for texts in texts_by_case for t in texts], generation_tokens
+        )
     )
     records = []
-    for case, own in zip(cases, texts, strict=True):
-        of_case = tuple(next(changes) for _ in _prompts(case))
+    for case, texts in zip(cases, texts_by_case, strict=True):
+        prompt_changes = tuple(next(changes) for _ in _prompts(case))
         records.append(
             EditRecord(
                 fact=case.fact,
-                true=of_case[0].old,
+                true=prompt_changes[0].old,
                 model=edit.model,
                 method=edit.method,
                 changed_weights=changed_weights(edit),
-                prompts=of_case,
-                generations=tuple(next(generations) for _ in own),
+                prompts=prompt_changes,
+                generations=tuple(next(generations) for _ in texts),
                 checks=describe_checks(edit.checks),
                 settings=edit.settings,
             )
@@ -117,7 +119,7 @@ def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
 
 
 def describe_checks(checks: EditChecks | None) -> dict[str, Any]:
-    """The edit checks as plain values for JSON, with their limits and complaints."""
+    """The edit checks as JSON values, with their limits and complaints."""
     if checks is None:
         return {}
     values = checks.to_dict() | {"perplexity_growth": checks.perplexity_growth}
@@ -163,17 +165,17 @@ def _with_old_objects(lm: "LM", prompts: Sequence[_Prompt]) -> list[_Prompt]:
     unknown = [p.text for p in prompts if p.old is None and p.kind != "paraphrase"]
     answers = generate_greedy(lm, unknown, max_new_tokens(lm, unknown, ANSWER_TOKENS))
     first_words = {
-        text: found[1] if (found := FIRST_WORD.match(answer)) else None
+        text: match[1] if (match := FIRST_WORD.match(answer)) else None
         for text, answer in zip(unknown, answers, strict=True)
     }
     filled: list[_Prompt] = []
-    of_fact: str | None = None
+    fact_object: str | None = None
     for prompt in prompts:
         if prompt.old is None:
-            old = of_fact if prompt.kind == "paraphrase" else first_words[prompt.text]
+            old = fact_object if prompt.kind == "paraphrase" else first_words[prompt.text]
             prompt = replace(prompt, old=old)
         if prompt.kind == "prompt":
-            of_fact = prompt.old
+            fact_object = prompt.old
         filled.append(prompt)
     return filled
 

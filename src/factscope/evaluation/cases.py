@@ -92,19 +92,19 @@ def _score_prompts(
     prompts = [list(_prompts(case, scoring)) for case in cases]
     queries = [
         Query(text, target, edit)
-        for own, edit in zip(prompts, edit_index, strict=True)
-        for _, text, new, true in own
+        for case_prompts, edit in zip(prompts, edit_index, strict=True)
+        for _, text, new, true in case_prompts
         for target in dict.fromkeys((new, true))  # one query if they are the same
     ]
     tokens = 32768 if on_gpu(lm) else 4096
-    found = iter(score_queries(lm, queries, edits, tokens=tokens))
+    query_scores = iter(score_queries(lm, queries, edits, tokens=tokens))
     result = []
-    for own in prompts:
+    for case_prompts in prompts:
         scores: dict[str, tuple[PromptScore, ...]] = {}
         correct: dict[str, tuple[bool, ...]] = {}
-        for kind, _, new, true in own:
-            of_new = next(found)
-            of_true = of_new if new == true else next(found)
+        for kind, _, new, true in case_prompts:
+            of_new = next(query_scores)
+            of_true = of_new if new == true else next(query_scores)
             score = PromptScore(
                 new=of_new.nll,
                 true=of_true.nll,
@@ -158,10 +158,10 @@ def _generate_texts(
 
 
 def _batch_size(lm: "LM", length: int) -> int:
-    """How many texts are generated at once: their KV cache must fit into memory."""
-    row = 2 * lm.n_layers * lm.width * length * lm.dtype.itemsize
-    most = 640 if on_gpu(lm) else 32
-    return max(1, min(most, Budget.of(lm, None).bytes // row))
+    """Number of texts to generate at once: their KV cache must fit into memory."""
+    row_bytes = 2 * lm.n_layers * lm.width * length * lm.dtype.itemsize
+    max_rows = 640 if on_gpu(lm) else 32
+    return max(1, min(max_rows, Budget.of(lm, None).bytes // row_bytes))
 
 
 def _clean(lm: "LM", text: str) -> str:
@@ -184,17 +184,19 @@ class ReferenceSimilarity:
     def __call__(self, case: Case, texts: Sequence[str]) -> float | None:
         """The cosine of the TF-IDF vectors; None if the case has no reference texts."""
         fact = case.fact
-        found = self.references.texts_for(fact.relation, fact.target or "", case.target_id)
-        return reference_similarity(texts, found, self.idf) if found else None
+        reference_texts = self.references.texts_for(
+            fact.relation, fact.target or "", case.target_id
+        )
+        return reference_similarity(texts, reference_texts, self.idf) if reference_texts else None
 
 
 def load_reference_similarity(
     references: Path, idf: Path | None = None, vocabulary: Path | None = None
 ) -> ReferenceSimilarity:
     """Read reference texts; without an idf table, idf is computed from the references."""
-    found = read_references(references)
+    loaded = read_references(references)
     if idf is not None and vocabulary is not None:
         table = read_idf(idf, vocabulary)
-        return ReferenceSimilarity(found, idf_by_term(table.vocabulary, table.idf.tolist()))
-    texts = chain(*found.by_id.values(), *found.by_name.values())
-    return ReferenceSimilarity(found, fit_idf(dict.fromkeys(texts)))
+        return ReferenceSimilarity(loaded, idf_by_term(table.vocabulary, table.idf.tolist()))
+    texts = chain(*loaded.by_id.values(), *loaded.by_name.values())
+    return ReferenceSimilarity(loaded, fit_idf(dict.fromkeys(texts)))

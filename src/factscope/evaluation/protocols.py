@@ -3,8 +3,8 @@
 - *single*: each fact is edited alone into the unedited model (the paper's protocol);
 - *batch*: one edit of many facts;
 - *sequential*: facts are edited one after another into the same model. Each case is scored right
-  after its own edit, and again after the last edit (`runs.evaluate` keeps the loop, so that a
-  killed run resumes).
+  after its own edit, and again after the last edit (`runs.evaluate` contains the loop, so
+  that a killed run resumes).
 """
 
 import math
@@ -97,15 +97,15 @@ class Evaluation:
             next((x for x in both if isinstance(x, FactscopeError)), None)
             for both in zip(before, edits, strict=True)
         ]
-        good = [i for i, error in enumerate(errors) if error is None]
-        # In a batch all cases share one edit: score it as one, not as many.
-        distinct = {id(edits[i]): edits[i] for i in good}
+        usable = [i for i, error in enumerate(errors) if error is None]
+        # In the batch protocol all cases share one edit: pass it to scoring once.
+        distinct = {id(edits[i]): edits[i] for i in usable}
         index = {key: n for n, key in enumerate(distinct)}
         on_device = [e.to(self.lm.device) for e in distinct.values() if isinstance(e, Edit)]
         scores = self._score(
-            [cases[i] for i in good], on_device, [index[id(edits[i])] for i in good]
+            [cases[i] for i in usable], on_device, [index[id(edits[i])] for i in usable]
         )
-        after = dict(zip(good, scores, strict=True))
+        after = dict(zip(usable, scores, strict=True))
         return [
             CaseRecord(
                 fact=case.fact,

@@ -78,7 +78,7 @@ def score_queries(
 def edits_by_row(
     lm: "LM", edits: Sequence[Edit], indices: Sequence[int | None]
 ) -> AbstractContextManager[None]:
-    """Inside, row i of each batch sees edits[indices[i]], or the unedited model if that is None."""
+    """Context in which row i of each batch sees edits[indices[i]]; None is the unedited model."""
     used = sorted({i for i in indices if i is not None})
     place = {i: n for n, i in enumerate(used)}
     rows = [len(used) if i is None else place[i] for i in indices]
@@ -102,7 +102,7 @@ def _score_batch(
 ) -> dict[int, QueryScore]:
     """One forward pass over the rows; logits only at positions that predict a target's token."""
     states = _last_states(lm, rows, edits)
-    scored = [(n, target) for n, own in enumerate(targets) for target in own]
+    scored = [(n, target) for n, row_targets in enumerate(targets) for target in row_targets]
     # A row ends before the target's last token, so its last len(target) positions predict it.
     needed = [
         (n, len(rows[n].ids) - len(target.ids) + j)
@@ -115,24 +115,25 @@ def _score_batch(
     log_probs = lm.head(states[row, position]).float().log_softmax(-1)
     best = log_probs.max(-1)
     top_ids, top_log_probs = best.indices.tolist(), best.values.tolist()
-    reads = [index[position] for position in needed]
+    logit_rows = [index[position] for position in needed]
     labels = [token for _, target in scored for token in target.ids]
-    at = torch.tensor([reads, labels], device=log_probs.device)
+    at = torch.tensor([logit_rows, labels], device=log_probs.device)
     losses = (-log_probs[at[0], at[1]]).tolist()
     scores: dict[int, QueryScore] = {}
     start = 0
     for _, target in scored:
         span = slice(start, start + len(target.ids))
         start = span.stop
-        first = reads[span][0]
+        first_row = logit_rows[span][0]
         scores[target.query] = QueryScore(
             nll=sum(losses[span]) / len(target.ids),
             first_probability=math.exp(-losses[span][0]),
             correct=tuple(
-                top_ids[read] == token for read, token in zip(reads[span], target.ids, strict=True)
+                top_ids[logit_row] == token
+                for logit_row, token in zip(logit_rows[span], target.ids, strict=True)
             ),
-            top=lm.tokenizer.decode([top_ids[first]]),
-            top_probability=math.exp(top_log_probs[first]),
+            top=lm.tokenizer.decode([top_ids[first_row]]),
+            top_probability=math.exp(top_log_probs[first_row]),
         )
     return scores
 

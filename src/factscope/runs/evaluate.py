@@ -110,8 +110,8 @@ class EvaluateRun:
     def is_complete(self, folder: RunFolder, cases: Sequence[Case]) -> bool:
         """Whether every case has its records."""
         phases = ("edit", "end") if self.protocol == "sequential" else ("edit",)
-        there = {(record.fact, record.phase) for record in folder.case_records()}
-        return all((case.fact, phase) in there for case in cases for phase in phases)
+        finished = {(record.fact, record.phase) for record in folder.case_records()}
+        return all((case.fact, phase) in finished for case in cases for phase in phases)
 
     def evaluation(self, lm: "LM") -> "Evaluation":
         """The evaluation on a loaded model."""
@@ -195,9 +195,9 @@ def _run_sequential(
 
     cases = list(chain(*groups))
     before = [scores for group in groups for scores in unedited.get(evaluation, group)]
-    there = folder.case_records()
-    edited = [record for record in there if record.phase == "edit"]
-    ended = {record.fact for record in there if record.phase == "end"}
+    records = folder.case_records()
+    edited = [record for record in records if record.phase == "edit"]
+    ended = {record.fact for record in records if record.phase == "end"}
     edits = folder.path / "edits"
     edits.mkdir(exist_ok=True)
     progress(len(edited) / len(cases))
@@ -216,7 +216,7 @@ def _run_sequential(
             progress(1 / len(cases))
         by_fact = {record.fact: record for record in edited}
         for group in groups:
-            # The whole group again, even if part of it is done: batches must stay the same.
+            # Score the group again even if part of it is done: its batches must stay the same.
             if all(case.fact in ended for case in group):
                 continue
             for record in evaluation.sequential_end([by_fact[c.fact] for c in group], group):

@@ -49,20 +49,22 @@ class RunFolder:
         """Create a run in a new or empty folder, or open the run with the same spec to resume."""
         import tomli_w
 
-        wanted = tomli_w.dumps(_without_none(spec))
+        spec_text = tomli_w.dumps(_without_none(spec))
         folder = cls(path)
         if path.exists() and not path.is_dir():
             raise BadRunFolder(f"{path} is a file; give a folder for the run")
         if (path / "spec.toml").is_file():
-            folder._check_same_run(wanted, info)
+            folder._check_same_run(spec_text, info)
             folder._drop_broken_line()
             return folder
         if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
-            raise BadRunFolder(f"{path} holds other files and no run; give a new or empty folder")
+            raise BadRunFolder(
+                f"{path} contains other files and no run; give a new or empty folder"
+            )
         path.mkdir(parents=True, exist_ok=True)
         info = {"format": FORMAT, **info}
         write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
-        write_atomic(path / "spec.toml", wanted)  # last: it makes the folder a run
+        write_atomic(path / "spec.toml", spec_text)  # last: a folder with spec.toml is a run
         return folder
 
     @classmethod
@@ -114,28 +116,30 @@ class RunFolder:
                 "space, then the same command resumes"
             ) from error
 
-    def _check_same_run(self, wanted: str, info: Mapping[str, Any]) -> None:
+    def _check_same_run(self, spec_text: str, info: Mapping[str, Any]) -> None:
         """Refuse a folder of another format, spec or model."""
         import difflib
 
-        there = json.loads((self.path / "info.json").read_text("utf-8"))
-        if (number := there.get("format", 1)) != FORMAT:
+        old_info = json.loads((self.path / "info.json").read_text("utf-8"))
+        if (number := old_info.get("format", 1)) != FORMAT:
             raise BadRunFolder(
                 f"{self.path} has run folder format {number}, and this factscope resumes only "
                 f"format {FORMAT}; give a new folder (`factscope report` still reads this one)"
             )
-        old = (self.path / "spec.toml").read_text("utf-8")
-        if old != wanted:
-            lines = difflib.unified_diff(old.splitlines(), wanted.splitlines(), lineterm="", n=0)
-            changes = [x for x in lines if x[:1] in "+-" and x[:3] not in ("+++", "---")]
+        old_text = (self.path / "spec.toml").read_text("utf-8")
+        if old_text != spec_text:
+            diff = difflib.unified_diff(
+                old_text.splitlines(), spec_text.splitlines(), lineterm="", n=0
+            )
+            changes = [x for x in diff if x[:1] in "+-" and x[:3] not in ("+++", "---")]
             raise BadRunFolder(
                 f"{self.path} belongs to another run; give another folder, or the same settings. "
                 "In the folder (-) and given now (+):\n  " + "\n  ".join(changes)
             )
         # The same model name may mean other weights by now.
-        if there.get("model_fingerprint") != info.get("model_fingerprint"):
+        if old_info.get("model_fingerprint") != info.get("model_fingerprint"):
             raise BadRunFolder(
-                f"{self.path} was made with other weights of the same name; give another folder"
+                f"{self.path} was created with other weights of this model; give another folder"
             )
 
     def _drop_broken_line(self) -> None:
@@ -158,7 +162,7 @@ class RunFolder:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: leave out what is None."""
+    """The value without None, which TOML cannot represent."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -167,12 +171,12 @@ def _without_none(value: Any) -> Any:
 
 
 def _unfinished(file: Path) -> bool:
-    """Whether a run that was killed while its folder was created leaves such a file."""
+    """Whether a run that was killed while its folder was created can leave this file."""
     return file.name == "info.json" or file.name.endswith(PARTIAL)
 
 
 def run_info(lm: "LM") -> dict[str, Any]:
-    """What info.json says: versions, the device, the model's fingerprint."""
+    """Content of info.json: versions, the device, the model's fingerprint."""
     return {
         "factscope": _version("factscope"),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Recipes: one TOML file for each table or figure, listing the runs and reports that make it.
+"""Recipes: one TOML file for each table or figure, listing the runs and reports that produce it.
 
 title = "Table 4: editing on CounterFact, GPT-2 XL"
 
@@ -34,8 +34,9 @@ __all__ = ["Flags", "Recipe", "Report", "Step", "flag_words", "read_recipe"]
 Flags = Mapping[str, Callable[[Mapping[str, Any]], Set[str]]]
 """Command → the names of its flags, which may depend on settings such as the method."""
 
-OWN_DATA = {"train": ("data", "limit")}
-"""Command → flags that keep the recipe's value: other cases to evaluate do not change training."""
+FIXED = {"train": ("data", "limit")}
+"""Command → flags that always have the recipe's value: other evaluation cases must not change
+training."""
 FILES = ("data", "facts", "references", "prefixes", "text")
 """Flags that may name a file."""
 
@@ -74,13 +75,13 @@ class Recipe:
 
 
 def flag_words(settings: Mapping[str, Any], positional: Collection[str] = ()) -> list[str]:
-    """Settings as words of the command line."""
+    """Settings as command-line arguments."""
     words: list[str] = []
     for name in (*positional, *(name for name in settings if name not in positional)):
         value = settings.get(name, False)
-        for one in value if isinstance(value, list) else [value]:
+        for element in value if isinstance(value, list) else [value]:
             flag = [] if name in positional else [f"--{name}"]
-            words += [] if one is False else flag if one is True else [*flag, str(one)]
+            words += [] if element is False else flag if element is True else [*flag, str(element)]
     return words
 
 
@@ -99,17 +100,17 @@ def read_recipe(path: Path, flags: Flags, changed: Mapping[str, Any] | None = No
             raise BadSetting(f"{path}, [common]: no command of this recipe has {key!r}")
     return Recipe(
         title=_text(path, content, "title"),
-        steps=tuple(_changed(step, changed or {}, flags) for step in steps),
+        steps=tuple(_override(step, changed or {}, flags) for step in steps),
         reports=tuple(_report(path, x, steps, flags) for x in _tables(path, content, "report")),
     )
 
 
 def _tables(path: Path, content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found = content.get(name, [])
-    found = [found] if isinstance(found, dict) else found
-    if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
+    tables = content.get(name, [])
+    tables = [tables] if isinstance(tables, dict) else tables
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise BadSetting(f"{path}: {name} must be tables, written [[{name}]]")
-    return found
+    return tables
 
 
 def _step(path: Path, i: int, run: dict, common: Mapping[str, Any], flags: Flags) -> Step:
@@ -119,24 +120,26 @@ def _step(path: Path, i: int, run: dict, common: Mapping[str, Any], flags: Flags
         raise BadSetting(f"{path}{where}: no command {command!r}; choose from {', '.join(flags)}")
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise BadSetting(f"{path}{where}: {name!r} cannot name a folder")
-    own = {key: value for key, value in run.items() if key not in ("name", "command")}
-    known = flags[command]({**common, **own})
-    _check_known(path, f"{where} ({name})", own, known)
+    run_settings = {key: value for key, value in run.items() if key not in ("name", "command")}
+    known = flags[command]({**common, **run_settings})
+    _check_known(path, f"{where} ({name})", run_settings, known)
     shared = {key: value for key, value in common.items() if key in known}
-    settings = {key: _beside(path, key, value) for key, value in {**shared, **own}.items()}
+    settings = {
+        key: _resolve_file(path, key, value) for key, value in {**shared, **run_settings}.items()
+    }
     return Step(name=name, command=command, settings=settings)
 
 
-def _beside(path: Path, key: str, value: Any) -> Any:
-    """A file beside the recipe is found from any folder."""
+def _resolve_file(path: Path, key: str, value: Any) -> Any:
+    """The path of a file in the recipe's folder, valid in any working directory; else the value."""
     file = path.parent / value if key in FILES and isinstance(value, str) else None
     return str(file) if file is not None and file.is_file() else value
 
 
-def _changed(step: Step, changed: Mapping[str, Any], flags: Flags) -> Step:
-    known = flags[step.command](step.settings) - set(OWN_DATA.get(step.command, ()))
-    own = {key: value for key, value in changed.items() if key in known}
-    return replace(step, settings={**step.settings, **own})
+def _override(step: Step, changed: Mapping[str, Any], flags: Flags) -> Step:
+    known = flags[step.command](step.settings) - set(FIXED.get(step.command, ()))
+    applicable = {key: value for key, value in changed.items() if key in known}
+    return replace(step, settings={**step.settings, **applicable})
 
 
 def _check_steps(path: Path, steps: Sequence[Step]) -> None:
@@ -154,18 +157,18 @@ def _check_steps(path: Path, steps: Sequence[Step]) -> None:
 
 
 def _report(path: Path, table: dict[str, Any], steps: Sequence[Step], flags: Flags) -> Report:
-    own = {key: value for key, value in table.items() if key not in ("name", "runs")}
-    _check_known(path, ", report", own, flags["report"](own))
-    possible = [step.name for step in steps if step.reported]
-    results = [step.name for step in steps if step.reported and step.command != "train"]
-    runs = table.get("runs", results or possible)
-    missing = [name for name in runs if name not in possible]
+    settings = {key: value for key, value in table.items() if key not in ("name", "runs")}
+    _check_known(path, ", report", settings, flags["report"](settings))
+    reportable = [step.name for step in steps if step.reported]
+    default = [step.name for step in steps if step.reported and step.command != "train"]
+    runs = table.get("runs", default or reportable)
+    missing = [name for name in runs if name not in reportable]
     if missing or not runs:
         raise BadSetting(
             f"{path}, report: no run {missing[0] if missing else ''!r} that can be reported on; "
-            f"choose from {', '.join(possible) or 'none'}"
+            f"choose from {', '.join(reportable) or 'none'}"
         )
-    return Report(name=str(table.get("name", "report")), runs=tuple(runs), settings=own)
+    return Report(name=str(table.get("name", "report")), runs=tuple(runs), settings=settings)
 
 
 def _text(path: Path, table: Mapping[str, Any], key: str, where: str = "") -> str:

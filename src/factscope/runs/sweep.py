@@ -87,13 +87,15 @@ class SweepRun:
             try:
                 if isinstance(point.run, FactscopeError):
                     raise point.run
-                own = point.run.create_or_open(lm, _point_path(folder.path, point.settings))
-                if point.run.is_complete(own, cases):
+                point_folder = point.run.create_or_open(
+                    lm, _point_path(folder.path, point.settings)
+                )
+                if point.run.is_complete(point_folder, cases):
                     progress(1 / len(points))
                 else:
                     with make_executor(point.run) as executor:
                         point.run.run(
-                            lm, own, cases, executor=executor,
+                            lm, point_folder, cases, executor=executor,
                             progress=lambda fraction: progress(fraction / len(points)),
                         )  # fmt: skip
                 failures.pop(point.name, None)
@@ -123,9 +125,9 @@ def read_sweep(path: Path) -> Sweep:
     records: list[CaseRecord] = []
     points: list[Point] = []
     for settings in grid_points(grid):
-        own = _records(_point_path(path, settings))
-        records += own
-        rows = [row for row in summarize(own) if row.edited]
+        point_records = _records(_point_path(path, settings))
+        records += point_records
+        rows = [row for row in summarize(point_records) if row.edited]
         points.append(
             Point(
                 settings=settings,
@@ -134,8 +136,8 @@ def read_sweep(path: Path) -> Sweep:
             )
         )
     # Every point has the same unedited scores: count each fact once.
-    once = {record.fact: record for record in records if record.before}
-    unedited = [row for row in summarize(once.values()) if not row.edited]
+    by_fact = {record.fact: record for record in records if record.before}
+    unedited = [row for row in summarize(by_fact.values()) if not row.edited]
     return Sweep(
         model=records[0].model if records else str(spec["model"]),
         data=str(spec["data"]),

@@ -86,15 +86,15 @@ class FromCases:
 
         cases = read_cases(self.path).cases
         excluded = [case for path, n in self.exclude for case in read_cases(path).cases[:n]]
-        left = list(without_overlap(cases, excluded))
-        if len(left) < min(10, len(cases)):
+        remaining = list(without_overlap(cases, excluded))
+        if len(remaining) < min(10, len(cases)):
             raise BadSetting(
-                f"{self.path.name} has {len(cases)} cases, and {len(left)} of them are about "
+                f"{self.path.name} has {len(cases)} cases, and {len(remaining)} of them are about "
                 "subjects that are not excluded: too few to train on. Exclude only what you will "
                 "evaluate, e.g. --exclude counterfact:7500 for the first 7500 cases"
             )
-        random.Random(f"cases {self.seed}").shuffle(left)
-        return tuple(left[: self.limit])
+        random.Random(f"cases {self.seed}").shuffle(remaining)
+        return tuple(remaining[: self.limit])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class FromText:
             source = GeneratedText(lm=lm, length=length, seed=self.seed)
             count = self.limit
         else:
-            found = token_sequences(lm, documents(self.path, self.seed), length)
-            source = list(islice((ids for ids in found if len(ids) == length), self.limit))
+            sequences = token_sequences(lm, documents(self.path, self.seed), length)
+            source = list(islice((ids for ids in sequences if len(ids) == length), self.limit))
             count = len(source)
         return TextExamples(
             sequences=source, count=count, target_tokens=self.target_tokens, seed=self.seed
@@ -153,7 +153,7 @@ class FromText:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRun:
-    """A training run: what to train on what, and how long."""
+    """A training run: model, data, network and duration."""
 
     model: str
     """Name or path of the model."""
@@ -259,7 +259,7 @@ def _resume(trainer: "Trainer", folder: RunFolder) -> None:
 
 
 class _Saver:
-    """Writes the weights and the checkpoint, not too often."""
+    """Writes the weights and the checkpoint at intervals (see `SAVE_PAUSE`)."""
 
     def __init__(self, run: TrainRun, trainer: "Trainer", folder: RunFolder) -> None:
         self.run, self.trainer, self.path = run, trainer, folder.path

@@ -33,11 +33,11 @@ MAX_NAME = 80
 
 def read_articles(path: Path) -> tuple[str, ...]:
     """The articles of a text file, plain or .gz, separated by blank lines."""
-    articles = (part.strip() for part in re.split(r"\n\s*\n", read_text(path)))
-    found = tuple(article for article in articles if article)
-    if not found:
+    parts = (part.strip() for part in re.split(r"\n\s*\n", read_text(path)))
+    articles = tuple(article for article in parts if article)
+    if not articles:
         raise BadFact(f"{path} is empty; give articles separated by blank lines")
-    return found
+    return articles
 
 
 def plain_sentences(articles: Iterable[str]) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ def article_names(article: str) -> frozenset[str]:
 
 def articles_by_entity(articles: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Name → the articles about that entity."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, list[str]] = defaultdict(list)
     for article in articles:
         for name in article_names(article):
-            found[name].append(article)
-    return {name: tuple(texts) for name, texts in found.items()}
+            by_name[name].append(article)
+    return {name: tuple(texts) for name, texts in by_name.items()}

@@ -6,7 +6,7 @@ that have o*; generation prompts.
 
 Every tuple has its own random generator, seeded by the seed and the tuple, and the data set is
 sorted by each generator's first number. So a record does not depend on which others are built, and
-a limited data set is the beginning of the whole one.
+a limited data set is a prefix of the full one.
 """
 
 import random
@@ -75,18 +75,18 @@ class Relation:
     @cached_property
     def objects(self) -> dict[str, set[str]]:
         """Subject → its true objects."""
-        found: dict[str, set[str]] = defaultdict(set)
+        by_subject: dict[str, set[str]] = defaultdict(set)
         for subject, target in self.pairs:
-            found[subject].add(target)
-        return found
+            by_subject[subject].add(target)
+        return by_subject
 
     @cached_property
     def subjects(self) -> dict[str, list[str]]:
         """Object → its subjects."""
-        found: dict[str, list[str]] = defaultdict(list)
+        by_object: dict[str, list[str]] = defaultdict(list)
         for subject, target in self.pairs:
-            found[target].append(subject)
-        return found
+            by_object[target].append(subject)
+        return by_object
 
     def candidates(self, subject: str) -> dict[str, int]:
         """The objects that are false for the subject, with their frequencies."""
@@ -102,17 +102,17 @@ class Relations:
     problems: tuple[str, ...]
 
 
-def usable_relations(facts: Tables, patterns: Tables, wanted: Sequence[str] = ()) -> Relations:
-    """The relations of ParaRel's tables, or only the wanted ones."""
+def usable_relations(facts: Tables, patterns: Tables, selected: Sequence[str] = ()) -> Relations:
+    """The relations of ParaRel's tables, or only the selected ones."""
     if not any(facts.values()):
         raise BadFact("the table of facts is empty; it needs relation → [[subject, object], …]")
-    unknown = [name for name in wanted if name not in facts]
+    unknown = [name for name in selected if name not in facts]
     if unknown:
         known = ", ".join(sorted(facts, key=_property_number))
         raise BadSetting(f"no relation {', '.join(unknown)} in the table of facts; it has {known}")
     usable: list[Relation] = []
     problems: list[str] = []
-    for name in sorted(wanted or facts, key=_property_number):
+    for name in sorted(selected or facts, key=_property_number):
         pairs, broken = _pairs(facts[name])
         relation = Relation(name, pairs, _templates(patterns.get(name, [])))
         if broken:
@@ -149,8 +149,8 @@ def _templates(patterns: Sequence[Any]) -> tuple[str, ...]:
     prompts = (pararel_prompt(pattern) for pattern in patterns if isinstance(pattern, str))
     tidy = (" ".join(prompt.split()).replace(" :", ":") for prompt in prompts if prompt)
     # After "a" or "an", the article would rule out some of the objects.
-    kept = (prompt for prompt in tidy if prompt.rsplit(" ", 1)[-1] not in ("a", "an"))
-    return tuple(dict.fromkeys(prompt[0].upper() + prompt[1:] for prompt in kept))
+    usable = (prompt for prompt in tidy if prompt.rsplit(" ", 1)[-1] not in ("a", "an"))
+    return tuple(dict.fromkeys(prompt[0].upper() + prompt[1:] for prompt in usable))
 
 
 def _problem(relation: Relation) -> str | None:
@@ -211,7 +211,7 @@ def knowledge_tuples(relations: Iterable[Relation], seed: int) -> list[Knowledge
         for subject, target in relation.pairs
         if relation.candidates(subject)
     ]
-    return sorted(tuples, key=lambda each: each.rng().random())
+    return sorted(tuples, key=lambda fact: fact.rng().random())
 
 
 def build_records(
@@ -223,8 +223,8 @@ def build_records(
 ) -> Iterator[dict[str, Any]]:
     """One record per tuple, numbered from 0; `full` skips those with fewer than ten prompts."""
     number = 0
-    for each in tuples:
-        record = build_record(each, number, sentences=sentences, find=find)
+    for fact in tuples:
+        record = build_record(fact, number, sentences=sentences, find=find)
         counts = len(record["neighborhood_prompts"]), len(record["attribute_prompts"])
         if not full or counts == (PROMPTS, PROMPTS):
             yield record
@@ -323,13 +323,13 @@ def build_references(
     """
     by_name = {relation.name: relation for relation in relations}
     rewrites = (record["requested_rewrite"] for record in records)
-    wanted = {(rewrite["relation_id"], rewrite["target_new"]["str"]) for rewrite in rewrites}
-    found: dict[str, dict[str, list[str]]] = defaultdict(dict)
-    for name, target in sorted(wanted, key=lambda pair: (_property_number(pair[0]), pair[1])):
+    targets = {(rewrite["relation_id"], rewrite["target_new"]["str"]) for rewrite in rewrites}
+    references: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for name, target in sorted(targets, key=lambda pair: (_property_number(pair[0]), pair[1])):
         subjects = find(by_name[name], target).subjects
         distinct = dict.fromkeys(text for subject in subjects for text in texts.get(subject, ()))
         mention = re.compile(rf"(?<!\w){re.escape(target)}(?!\w)", re.IGNORECASE)
         mentioning = [text for text in distinct if mention.search(text)]
         if mentioning:
-            found[name][target] = mentioning[:REFERENCE_TEXTS]
-    return dict(found)
+            references[name][target] = mentioning[:REFERENCE_TEXTS]
+    return dict(references)

@@ -47,7 +47,7 @@ def _row(
         distinct = set(items(case))
         by_relation[case.fact.relation] |= distinct
         per_record.append(len(distinct))
-    per_relation = [len(found) for found in by_relation.values()]
+    per_relation = [len(items_of_relation) for items_of_relation in by_relation.values()]
     total = len(set().union(*by_relation.values()))
     return CompositionRow(name, total, _mean(per_relation), _mean(per_record))
 

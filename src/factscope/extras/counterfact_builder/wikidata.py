@@ -85,9 +85,9 @@ class Wikidata:
         if path.is_file():
             return _parse(path.read_bytes())
         response = self.get(f"{ENDPOINT}?{urllib.parse.urlencode({'query': query})}")
-        found = _parse(response)
+        subjects = _parse(response)
         write_atomic(path, response)
-        return found
+        return subjects
 
 
 def _parse(response: bytes) -> SubjectsWithObject:
@@ -96,8 +96,8 @@ def _parse(response: bytes) -> SubjectsWithObject:
         names = {row["name"]["value"] for row in rows}
         ids = Counter(row["object"]["value"].rsplit("/", 1)[-1] for row in rows)
     except (ValueError, KeyError, TypeError) as error:
-        shown = response[:60].decode(errors="replace")
-        raise DownloadFailed(f"Wikidata's answer cannot be read: {shown!r}; try again") from error
+        start = response[:60].decode(errors="replace")
+        raise DownloadFailed(f"Wikidata's answer cannot be read: {start!r}; try again") from error
     # Several entities can share a label: take the one with the most subjects.
     most_frequent = max(sorted(ids), key=lambda i: ids[i], default=None)
     # Sorted, because the order of Wikidata's rows varies.

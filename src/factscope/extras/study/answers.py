@@ -83,7 +83,7 @@ def read_answers(study: Study, paths: Iterable[Path]) -> dict[Path, AnswerSheet]
         if sheet.study != study.id:
             raise BadStudy(
                 f"{path} answers the study {sheet.study!r}, but the key is of {study.id!r}; "
-                "give the key.json that was made together with the form"
+                "give the key.json that was written with the form"
             )
         other = file_of.setdefault(sheet.rater.casefold(), path)
         if other != path:
@@ -112,14 +112,14 @@ def _read(path: Path) -> AnswerSheet:
 def votes(study: Study, sheets: Iterable[AnswerSheet]) -> list[Vote]:
     """The methods that the raters chose, sorted by question and pair of methods."""
     items = {item.id: item for item in study.items}
-    found = [
+    unsorted = [
         _vote(study, items[answer.item], sheet.rater, answer, question)
         for sheet in sheets
         for answer in sheet.answers
         for question in answer.choices
     ]
     order = study.methods.index
-    return sorted(found, key=lambda v: (QUESTIONS.index(v.question), *map(order, v.pair)))
+    return sorted(unsorted, key=lambda v: (QUESTIONS.index(v.question), *map(order, v.pair)))
 
 
 def _vote(study: Study, item: Item, rater: str, answer: Answer, question: str) -> Vote:

@@ -128,7 +128,7 @@ def shared_cases(
         raise BadStudy(f"no case has texts of {' and of '.join(texts)}; evaluate the same cases")
     order = next(iter(texts.values()))
     return {
-        fact: {method: found[fact] for method, found in texts.items()}
+        fact: {method: method_texts[fact] for method, method_texts in texts.items()}
         for fact in order
         if fact in shared
     }
