@@ -1,4 +1,4 @@
-"""factscope on the command line: words to a command, errors to one line and an exit code."""
+"""The command line: parse arguments, run a command, print errors on one line with an exit code."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ __all__ = ["COMMANDS", "Group", "main"]
 
 
 class Group(dict[str, Command]):
-    """Commands with a common first word; without a second one the default is meant."""
+    """Commands with a common first word; without a second word the default one runs."""
 
     def __init__(self, help: str, commands: Mapping[str, Command], default: str = "") -> None:
         super().__init__(commands)
@@ -47,10 +47,10 @@ INTERRUPTED = 130
 
 
 def app_for(words: Sequence[str]) -> App:
-    """The app; only the command that the words name has its flags, which takes time to build."""
+    """The cyclopts app; only the command in `words` gets flags, since building them is slow."""
     app = App(
         name="factscope", help=HELP, version=version("factscope"), help_format="plaintext",
-        suppress_keyboard_interrupt=False,  # `run` says how to resume
+        suppress_keyboard_interrupt=False,  # `run` handles it
     )  # fmt: skip
     for i, (name, entry) in enumerate(COMMANDS.items()):
         named = words[:1] == [name]
@@ -70,6 +70,7 @@ def app_for(words: Sequence[str]) -> App:
 
 
 def _function(command: Command, words: Sequence[str], chosen: bool):
+    """The function of a command; a stub with its help text if it is not the chosen one."""
     if chosen:
         return command.function(words)
 
@@ -119,7 +120,7 @@ def _failed(message: str, code: int) -> int:
 
 
 def _message(error: CycloptsError, words: Sequence[str]) -> str:
-    """What is wrong with the words."""
+    """The message for arguments that cyclopts rejects."""
     match error:
         case UnknownOptionError() if hasattr(error.target, "unknown"):
             flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]

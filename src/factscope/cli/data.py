@@ -84,20 +84,20 @@ def list_data(options: Options) -> None:
     rows = []
     with doing("counting records"):
         for name, data in DATA_SETS.items():
-            found = find_local(name)
+            local = find_local(name)
             rows.append({
                 "name": name,
                 "what": data.what,
-                "from": found.origin if found else "to fetch" if data.sha256 else "by hand",
-                "path": str(found.path) if found else None,
-                "records": count_records(found.path) if found else None,
+                "from": local.origin if local else "to fetch" if data.sha256 else "by hand",
+                "path": str(local.path) if local else None,
+                "records": count_records(local.path) if local else None,
                 "download_bytes": data.size,
                 "url": data.url,
             })  # fmt: skip
     if options.json:
         print_json({"data_sets": rows})
         return
-    shown = [
+    cells = [
         (
             row["name"], row["what"], "" if row["records"] is None else f"{row['records']:,}",
             row["from"] + (f" ({row['download_bytes'] / 1e6:,.1f} MB)"
@@ -105,7 +105,7 @@ def list_data(options: Options) -> None:
         )
         for row in rows
     ]  # fmt: skip
-    print_table(("name", "what", "records", "from"), shown)
+    print_table(("name", "what", "records", "from"), cells)
     for row in rows:
         if row["path"]:
             say(f"{row['name']}: {row['path']}")
@@ -292,24 +292,26 @@ def build_counterfact(options: BuildOptions) -> None:
         sentences = articles.plain_sentences(texts)
     find = _find_in_wikidata() if options.wikidata else build.subjects_in_table
     entries = build.knowledge_tuples(relations.usable, options.seed)
-    without = sum(len(relation.pairs) for relation in relations.usable) - len(entries)
-    if without:
-        note(f"{without} facts skipped: every object of their relation is true of them")
+    no_counterfactual = sum(len(relation.pairs) for relation in relations.usable) - len(entries)
+    if no_counterfactual:
+        note(f"{no_counterfactual} facts skipped: every object of their relation is true of them")
     total = len(entries) if full or limit is None else min(limit, len(entries))
     with counting("building", total) as done:
         counted = (done(1) or entry for entry in entries)
-        made = build.build_records(counted, sentences=sentences, find=find, full=full)
-        records = list(islice(made, limit))
+        all_records = build.build_records(counted, sentences=sentences, find=find, full=full)
+        records = list(islice(all_records, limit))
     if not records:
         raise BadFact("no record can be built; each needs an object that is false of its subject")
     summary: dict[str, Any] = {"file": str(options.out), "problems": list(relations.problems)}
-    summary["without_counterfactual"] = without
+    summary["without_counterfactual"] = no_counterfactual
     if options.references is not None:
-        named = articles.articles_by_entity(texts)
-        found = build.build_references(records, relations.usable, named, find)
-        _write(options.references, found)
+        by_entity = articles.articles_by_entity(texts)
+        references = build.build_references(records, relations.usable, by_entity, find)
+        _write(options.references, references)
         rewrites = [record["requested_rewrite"] for record in records]
-        covered = sum(r["target_new"]["str"] in found.get(r["relation_id"], {}) for r in rewrites)
+        covered = sum(
+            r["target_new"]["str"] in references.get(r["relation_id"], {}) for r in rewrites
+        )
         summary |= {"references": str(options.references), "covered": covered}
     _write(options.out, records)
     _print_composition(options.out, summary, options.json)

@@ -86,18 +86,18 @@ def method_base(kind: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def explain_method(flags: Sequence[str], base: MethodOptions) -> str | None:
-    """Say which methods have a flag, and which flags the chosen method has."""
-    having = {
+    """A message with the methods that have a flag, and the flags of the chosen method."""
+    methods_with = {
         flag: [name for name in EDITORS if flag in settings_of(EDITORS[name]["default"])]
         for flag in flags
     }
-    foreign = [flag for flag in flags if having[flag]]
+    foreign = [flag for flag in flags if methods_with[flag]]
     if not foreign:
         return None
     method = base.editor.method
-    listed = ", ".join(f"--{flag} (see {', '.join(having[flag])})" for flag in foreign)
-    own = ", ".join(f"--{name}" for name in settings_of(base.editor))
-    return f"{method} has no {listed}; its settings are {own}"
+    listed = ", ".join(f"--{flag} (see {', '.join(methods_with[flag])})" for flag in foreign)
+    settings = ", ".join(f"--{name}" for name in settings_of(base.editor))
+    return f"{method} has no {listed}; its settings are {settings}"
 
 
 # ---- write
@@ -144,7 +144,7 @@ class WriteOptions(MethodOptions):
     judging: Judging = field(default_factory=Judging)
 
     def check(self) -> None:
-        """Refuse what cannot work before the model is loaded."""
+        """Check the paths and combinations of flags before the model is loaded."""
         if self.out is not None and self.out.is_dir():
             raise BadSetting(f"--out is {str(self.out)!r}, a folder; give a file, e.g. rome.edit")
         check_suffix(self.page, "page", ".html")
@@ -153,8 +153,9 @@ class WriteOptions(MethodOptions):
             return
         if self.page or self.figure:
             raise BadSetting("--page and --figure show one fact; leave them out with --facts")
-        more = (self.prompt, self.subject, self.to, self.occurrence, self.judging.true)
-        if any((*more, self.judging.paraphrase, self.judging.neighbour)):
+        judging = self.judging
+        of_one_fact = (self.prompt, self.subject, self.to, self.occurrence, judging.true)
+        if any((*of_one_fact, judging.paraphrase, judging.neighbour)):
             raise BadSetting("--facts FILE has prompts, subjects and objects; leave those out")
 
     def cases(self) -> "list[Case]":
@@ -171,12 +172,12 @@ class WriteOptions(MethodOptions):
             raise BadSetting('give a prompt, --subject "…" and the new object --to "…", or --facts')
         if not self.to.strip():
             raise BadFact(f"--to is {self.to!r}; give the new object")
-        asked = self.judging
-        if any(not text.strip() for text in (*asked.paraphrase, *asked.neighbour)):
+        judging = self.judging
+        if any(not text.strip() for text in (*judging.paraphrase, *judging.neighbour)):
             raise BadFact("a --paraphrase or --neighbour is empty; leave it out")
         fact = fact_from(self.prompt, self.subject, self.occurrence, self.to.strip())
-        true = (asked.true or "").strip() or None
-        paraphrases, neighbours = asked.paraphrase, asked.neighbour
+        true = (judging.true or "").strip() or None
+        paraphrases, neighbours = judging.paraphrase, judging.neighbour
         return [Case(fact=fact, true=true, paraphrases=paraphrases, neighbours=neighbours)]
 
 
@@ -332,11 +333,11 @@ ADVICE = {
     "mend": "a higher --scale, --weights that were trained longer",
     "ke": "a higher --scale, --weights that were trained longer",
 }
-"""What may make an edit succeed; other methods have a layer and steps."""
+"""Method → settings to try if an edit fails; other methods have a layer and steps."""
 
 
 def warn(records: "Sequence[EditRecord]") -> None:
-    """Say for which facts the old object is still more likely."""
+    """Print a note for each fact whose old object is still more likely."""
     for record in records:
         own, advice = record.own, ADVICE.get(record.method, "another --layer, more --steps")
         if own.after.old is not None and own.after.new <= own.after.old and own.new != own.old:
@@ -379,7 +380,7 @@ class ShowOptions(Options):
     """Edit files, written by `factscope edit -o`."""
 
     def load(self) -> "list[Edit]":
-        """The edits, each given once."""
+        """The edits; an error if a file is given twice."""
         return _load_edits(self.files)
 
 
@@ -497,11 +498,11 @@ def _scores(
         for number, fact in facts
         for which in (None, number, len(edits))
     ]
-    found = iter(score_queries(lm, queries, [*edits, total]))
+    scores = iter(score_queries(lm, queries, [*edits, total]))
     return [
         {
             "file": str(files[number]), "text": fact.text, "target": fact.target,
-            **{name: math.exp(-next(found).nll) for name in ("before", "alone", "together")},
+            **{name: math.exp(-next(scores).nll) for name in ("before", "alone", "together")},
         }
         for number, fact in facts
     ]  # fmt: skip
@@ -514,7 +515,7 @@ class ExportOptions(ShowOptions):
     peft: Path | None = None
     """Folder for a LoRA adapter."""
     checkpoint: Path | None = None
-    """Folder for a whole model."""
+    """Folder for the complete edited model."""
     max_rank: Annotated[int | None, Ge(1)] = None
     """With --peft: keep only the N largest singular directions."""
     force: bool = False
@@ -576,12 +577,12 @@ def _written(path: Path, kind: str, edits: int, json: bool) -> None:
     if json:
         print_json({"kind": kind, "path": str(path), "edits": edits})
         return
-    words = {
+    messages = {
         "edit": f"{edits} edits in one: {path}\nNext: factscope edit apply {path}",
         "peft": f"{path}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(path)!r})",
         "checkpoint": f'{path}\nNext: factscope generate "…" --model {path}',
     }
-    say(words[kind])
+    say(messages[kind])
 
 
 COMMANDS = {
@@ -676,9 +677,9 @@ def _print_texts(
     from factscope.report.terminal import generation_table
 
     objects = [fact.target or "" for fact in edit.facts] if edit else []
-    for i, (text, words) in enumerate(zip(prompts, after, strict=True)):
+    for i, (text, continuation) in enumerate(zip(prompts, after, strict=True)):
         if before is None:
-            results.print(Text.assemble((text, "bold"), words), soft_wrap=True)
+            results.print(Text.assemble((text, "bold"), continuation), soft_wrap=True)
         else:
-            both = Generation(text=text, before=before[i], after=words)
-            results.print(generation_table(both, objects))
+            generation = Generation(text=text, before=before[i], after=continuation)
+            results.print(generation_table(generation, objects))

@@ -74,12 +74,12 @@ class EvaluateOptions(MethodOptions):
         )  # fmt: skip
 
     def load(self) -> "LM":
-        """The model here; Ray actors have their own, on their own devices."""
+        """The model for this process; Ray actors load it on their own devices."""
         return self.model.load(device="cpu" if self.engine == "ray" else None)
 
     @contextmanager
     def executor(self, lm: "LM", run: "EvaluateRun") -> "Iterator[Executor | None]":
-        """What computes the pieces of a run; None for this process."""
+        """The executor of a run's work items; None for this process."""
         if self.engine == "local":
             yield None
             return
@@ -97,7 +97,7 @@ def data_name(data: str) -> str:
     from factscope.data.registry import DATA_SETS
 
     file = Path(data).name.removesuffix(".gz")
-    known = (name for name, one in DATA_SETS.items() if file in one.files)
+    known = (name for name, data_set in DATA_SETS.items() if file in data_set.files)
     return next(known, file.partition(".")[0])
 
 
@@ -136,14 +136,14 @@ def _print(records: "list[CaseRecord]", options: EvaluateOptions, problems: list
     from factscope.report.evaluations import evaluation_tables
     from factscope.report.tables import as_markdown
 
-    found = summarize(records)
+    summaries = summarize(records)
     if options.json:
-        rows = [summary_values(row) for row in found]
+        rows = [summary_values(row) for row in summaries]
         print_json({"run": str(options.out), "left_out": problems, "summaries": rows})
         return
     for record in [record for record in records if record.failed][:5]:
         note(f"failed: case {record.fact.id}: {record.error}")
-    for table in evaluation_tables(found, include_published=False):
+    for table in evaluation_tables(summaries, include_published=False):
         say(as_markdown(table))
     say(f"Next: factscope report {options.out}")
 
@@ -168,21 +168,21 @@ class SweepOptions(EvaluateOptions):
         """Field → value as it is recorded → value of the setting."""
         from factscope.analysis.sweep import AXES
 
-        found: dict[str, dict[Any, Any]] = {}
+        axes: dict[str, dict[Any, Any]] = {}
         for word in self.grid:
             name, equals, values = word.partition("=")
             axis = name.strip().replace("-", "_")
             if not equals or axis not in AXES:
                 flags = ", ".join(axis.replace("_", "-") for axis in AXES)
                 raise BadSetting(f"--grid is {word!r}; write NAME=VALUES, with NAME from {flags}")
-            if axis in found:
+            if axis in axes:
                 raise BadSetting(f"--grid {name} is given twice; give all its values at once")
-            found[axis] = _values(self._setting(name.strip()), values)
-            if not found[axis]:
+            axes[axis] = _values(self._setting(name.strip()), values)
+            if not axes[axis]:
                 raise BadSetting(f"--grid is {word!r}; it has no values")
-        if not found:
+        if not axes:
             raise BadSetting("a sweep needs a grid, e.g. --grid layer=0-29")
-        return found
+        return axes
 
     def _setting(self, name: str) -> Setting:
         """The method's setting of that name."""
@@ -190,10 +190,10 @@ class SweepOptions(EvaluateOptions):
         if name in settings:
             return settings[name]
         if name == "layer" and isinstance(self.editor, Memit):
-            more = ": it edits several layers at once, which `evaluate --layers` gives"
+            advice = ": it edits several layers at once, which `evaluate --layers` gives"
         else:
-            more = "; leave it out, or choose another --method"
-        raise BadSetting(f"{self.method} has no --{name}{more}")
+            advice = "; leave it out, or choose another --method"
+        raise BadSetting(f"{self.method} has no --{name}{advice}")
 
 
 def _values(setting: Setting, text: str) -> dict[Any, Any]:
@@ -207,7 +207,7 @@ def _values(setting: Setting, text: str) -> dict[Any, Any]:
 
 
 def sweep(options: SweepOptions) -> None:
-    """Evaluate a method at every point of a grid: which layer, token, limit or prefixes?
+    """Evaluate a method at every point of a grid of layers, tokens, limits or prefix lengths.
 
     Every point is an evaluation in a folder of its own; the unedited model is scored once.
     """
@@ -228,9 +228,9 @@ def sweep(options: SweepOptions) -> None:
     points = [
         SweepPoint(
             settings=point,
-            run=made if isinstance(made, FactscopeError) else replace(own, editor=made),
+            run=editor if isinstance(editor, FactscopeError) else replace(own, editor=editor),
         )
-        for point, own, made in zip(settings, runs, editors, strict=True)
+        for point, own, editor in zip(settings, runs, editors, strict=True)
     ]
     with working(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
         run.run(

@@ -1,6 +1,6 @@
 """Commands whose flags are the fields of a dataclass, and the flags that many commands share.
 
-A command is a function of one value, its options. cyclopts splits the words and renders the help;
+A command is a function of one value, its options. cyclopts parses flags and renders the help;
 `factscope.settings` parses the values, so that flags and recipes have the same names and messages.
 """
 
@@ -64,13 +64,13 @@ class Command:
     run: Callable[[Any], None]
     """Its docstring is the help text."""
     base: Callable[[Mapping[str, Any]], Any]
-    """The options that the given flags override: it may depend on some, such as the preset."""
+    """Default options, given the flags: they may depend on some, such as the preset."""
     chosen_by: tuple[str, ...] = ()
     """The flags that `base` depends on."""
     chosen_first: bool = False
-    """Whether the only one of them is the first word of the command instead of a flag."""
+    """Whether that flag is given as the first positional argument instead."""
     explain: Callable[[Sequence[str], Any], str | None] = field(default=lambda flags, base: None)
-    """A message about unknown flags, where there is more to say than usual."""
+    """A specific message about unknown flags; None for the usual one."""
 
     @property
     def help(self) -> str:
@@ -98,18 +98,18 @@ class Command:
 
     @contextmanager
     def naming_flags(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, a message about a field, such as "window is 0; …", names its flag instead."""
+        """Context in which an error about a field, such as "window is 0; …", names its flag."""
         try:
             yield
         except BadSetting as error:
-            said = re.match(r"(\w+) is ", str(error))
-            if said is None:
+            match = re.match(r"(\w+) is ", str(error))
+            if match is None:
                 raise
-            chosen = {name: x for name, x in given.items() if name != said[1].replace("_", "-")}
+            chosen = {name: x for name, x in given.items() if name != match[1].replace("_", "-")}
             flags = {s.path[-1]: s.shown for s in self.settings(chosen).values()}
-            if said[1] not in flags:
+            if match[1] not in flags:
                 raise
-            raise BadSetting(f"{flags[said[1]]}{str(error)[len(said[1]) :]}") from error
+            raise BadSetting(f"{flags[match[1]]}{str(error)[len(match[1]) :]}") from error
 
     def unknown(self, names: Sequence[str], base: Any) -> str:
         """The message for flags that the command does not have."""
@@ -117,7 +117,7 @@ class Command:
 
     def function(self, words: Sequence[str]) -> Callable[..., None]:
         """What cyclopts calls: a function with a parameter for each flag."""
-        chosen = _ahead(words, self.chosen_by)
+        chosen = _early_values(words, self.chosen_by)
         if self.chosen_first and words and not words[0].startswith("-"):
             chosen = {self.chosen_by[0]: words[0]}
         with self.naming_flags(chosen):
@@ -141,18 +141,18 @@ class Command:
         return command
 
 
-def _ahead(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The values of some flags, read before the others are known."""
-    found = {}
+def _early_values(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """The values of the named flags, read before the other flags of the command are known."""
+    values = {}
     for word, after in zip(words, [*words[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:] in names:
-            found[flag[2:]] = value if equals else after
-    return found
+            values[flag[2:]] = value if equals else after
+    return values
 
 
 def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Parameter:
-    """A flag as cyclopts takes it."""
+    """A flag as a function parameter for cyclopts."""
     # Once pydantic is imported, cyclopts validates converted values against the annotation with
     # it: so the converter returns exactly what is annotated, words except for choices.
     kind: Any = s.type if s.switch or s.choices else list[str] if s.repeated else str
@@ -182,7 +182,7 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
 
 
 def metavar(s: Setting) -> str:
-    """What stands for the value of a flag in help texts."""
+    """The placeholder for a flag's value in help texts."""
     kinds = [t for t in s.types if t is not NoneType]
     names = {int: "N", float: "X", Path: "PATH", tuple[int, int]: "NxM"}
     name = names.get(kinds[0], "TEXT") if len(kinds) == 1 and s.flag.parse is None else "TEXT"
@@ -190,7 +190,7 @@ def metavar(s: Setting) -> str:
 
 
 def _converter(s: Setting) -> Callable[[Any, Sequence[Any]], Any]:
-    """The words as they are, which `build` parses; choices at once."""
+    """A converter that checks choices, and passes other text on for `build` to parse."""
 
     def convert(kind: Any, tokens: Sequence[Any]) -> Any:
         words = [token.value for token in tokens]

@@ -44,36 +44,36 @@ notes = Console(stderr=True, highlight=False, markup=False)
 
 
 def say(text: str, style: str | None = None) -> None:
-    """A line of the result."""
+    """Print a line of the result on stdout."""
     results.print(text, style=style, soft_wrap=True)
 
 
 def note(text: str, style: str | None = None) -> None:
-    """A remark beside the result."""
+    """Print a note on stderr."""
     notes.print(text, style=style, soft_wrap=True)
 
 
 def skipped(problems: Iterable[str]) -> None:
-    """Say which lines of a file were not used, and why."""
+    """Print on stderr what was skipped, and why."""
     for problem in problems:
         note(f"skipped: {problem}")
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on standard output."""
+    """Print one JSON value on stdout."""
     print(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **how: Any) -> None:
-    """A table with one line for each row."""
-    table = Table(*columns, box=box.SIMPLE, **how)
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> None:
+    """Print a table; options are those of `rich.table.Table`."""
+    table = Table(*columns, box=box.SIMPLE, **options)
     for row in rows:
         table.add_row(*row)
     results.print(table)
 
 
 def check_suffix(path: Path | None, flag: str, *suffixes: str) -> None:
-    """Refuse a file that could not be written, before the work and not after it."""
+    """Raise BadSetting for a file with another suffix: before the work, not after it."""
     if path is not None and path.suffix.lower() not in suffixes:
         raise BadSetting(f"--{flag} is {str(path)!r}; it must end in {' or '.join(suffixes)}")
 
@@ -90,9 +90,9 @@ class Rate(ProgressColumn):
 
 
 @contextmanager
-def _bar(what: str, total: int | float | None, *columns: Any, **how: Any) -> Iterator[Callable]:
+def _bar(what: str, total: int | float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
     columns = (TextColumn("{task.description}", markup=False), *columns)
-    with Progress(*columns, console=notes, **how) as bar:
+    with Progress(*columns, console=notes, **options) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

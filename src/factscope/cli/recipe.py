@@ -19,6 +19,7 @@ from factscope.cli.stats import COMMANDS as STATS
 from factscope.cli.trace import TRACE
 from factscope.cli.train import TRAIN
 from factscope.errors import BadInput, BadSetting
+from factscope.runs.folder import WEIGHTS
 from factscope.runs.recipe import Flags, Recipe, flag_words, read_recipe
 from factscope.settings import Flag
 
@@ -32,8 +33,7 @@ COMMANDS = {
 OWN_FLAGS = {"out", "json", "runs"}
 """Flags that the recipe command sets itself."""
 FINISHED = "finished.json"
-"""Finished runs, with their words."""
-WEIGHTS = "weights.safetensors"
+"""File of the finished runs, with their arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Planned:
 
     @property
     def is_report(self) -> bool:
-        """Reports are drawn every time."""
+        """Whether it is a report; reports are written every time."""
         return self.command == "report"
 
     def run(self, as_json: bool) -> Any:
@@ -97,32 +97,32 @@ class Planned:
 
 
 def recipe(options: RecipeOptions) -> None:
-    """Make a table or figure of the paper: run what is not finished, then draw."""
+    """Reproduce a table or figure of the paper: do the unfinished runs, then write the reports."""
     changed = {name: x for name, x in vars(options.replacements).items() if x is not None}
-    made = read_recipe(options.file, known_flags(), changed)
-    plan, finished = _plan(made, options.out), _finished(options.out)
-    for one in plan:  # all of them, before the first runs; weights may be trained only then
-        given = {name: value for name, value in one.settings.items() if name != "weights"}
+    contents = read_recipe(options.file, known_flags(), changed)
+    plan, finished = _plan(contents, options.out), _finished(options.out)
+    for planned in plan:  # check all before the first runs; weights may not be trained yet
+        given = {name: value for name, value in planned.settings.items() if name != "weights"}
         try:
-            COMMANDS[one.command].options(given)
+            COMMANDS[planned.command].options(given)
         except BadInput as error:
-            raise BadSetting(f"{options.file}, {one.name}: {error}") from error
+            raise BadSetting(f"{options.file}, {planned.name}: {error}") from error
     if options.dry_run:
-        _show(made.title, plan, finished, options.json)
+        _show(contents.title, plan, finished, options.json)
         return
     results: dict[str, Any] = {}
-    for i, one in enumerate(plan, 1):
-        words = one.words
-        if finished.get(one.name) == words:
-            note(f"{i}/{len(plan)} {one.name}: finished")
+    for i, planned in enumerate(plan, 1):
+        words = planned.words
+        if finished.get(planned.name) == words:
+            note(f"{i}/{len(plan)} {planned.name}: finished")
             continue
         note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
-        results[one.name] = one.run(options.json)
-        if not one.is_report:
-            finished[one.name] = words
+        results[planned.name] = planned.run(options.json)
+        if not planned.is_report:
+            finished[planned.name] = words
             _save_finished(options.out, finished)
     if options.json:
-        print_json({"recipe": made.title, "out": str(options.out), "results": results})
+        print_json({"recipe": contents.title, "out": str(options.out), "results": results})
 
 
 RECIPE = Command(run=recipe, base=lambda given: RecipeOptions)
@@ -141,34 +141,34 @@ def known_flags() -> Flags:
     return {name: flags_of(command) for name, command in COMMANDS.items()}
 
 
-def _plan(made: Recipe, out: Path) -> list[Planned]:
-    """Every run and every report."""
-    trained = {step.name for step in made.steps if step.command == "train"}
+def _plan(contents: Recipe, out: Path) -> list[Planned]:
+    """The commands of all runs and reports, in order."""
+    trained = {step.name for step in contents.steps if step.command == "train"}
     plan = []
-    for step in made.steps:
+    for step in contents.steps:
         settings = dict(step.settings)
         if settings.get("weights") in trained:
             settings["weights"] = str(out / settings["weights"] / WEIGHTS)
-        if step.command != "stats":  # these go to the user's cache, where edits look for them
+        if step.command != "stats":  # statistics go to the user's cache, where edits find them
             figure = step.command == "trace" and "facts" not in settings
             settings["out"] = str(out / (f"{step.name}.pdf" if figure else step.name))
         plan.append(Planned(name=step.name, command=step.command, settings=settings))
-    for one in made.reports:
-        runs = [str(out / name) for name in one.runs]
-        settings = {"runs": runs, **one.settings, "out": str(out / one.name)}
-        plan.append(Planned(name=f"report:{one.name}", command="report", settings=settings))
+    for report in contents.reports:
+        runs = [str(out / name) for name in report.runs]
+        settings = {"runs": runs, **report.settings, "out": str(out / report.name)}
+        plan.append(Planned(name=f"report:{report.name}", command="report", settings=settings))
     return plan
 
 
 def _finished(out: Path) -> dict[str, list[str]]:
-    """The words of the finished runs whose output still exists."""
+    """The arguments of the finished runs whose output still exists, by name."""
     try:
-        noted = json.loads((out / FINISHED).read_text("utf-8"))
+        recorded = json.loads((out / FINISHED).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return {
         name: words
-        for name, words in noted.items()
+        for name, words in recorded.items()
         if "--out" not in words or Path(words[words.index("--out") + 1]).exists()
     }
 
@@ -183,14 +183,14 @@ def _save_finished(out: Path, finished: dict[str, list[str]]) -> None:
 def _show(
     title: str, plan: Sequence[Planned], finished: Mapping[str, list[str]], as_json: bool
 ) -> None:
-    """The commands, and which are finished."""
+    """Print the commands, and which are finished."""
     steps = [
         {
-            "name": x.name,
-            "words": ["factscope", *x.words],
-            "finished": finished.get(x.name) == x.words,
+            "name": planned.name,
+            "words": ["factscope", *planned.words],
+            "finished": finished.get(planned.name) == planned.words,
         }
-        for x in plan
+        for planned in plan
     ]
     if as_json:
         print_json({"recipe": title, "steps": steps})

@@ -37,8 +37,8 @@ class ReportOptions(Options):
 def report(options: ReportOptions) -> None:
     """Draw figures and write tables and a page. Needs no model.
 
-    For one run of traces the average effects, for evaluations the paper's table of all of them,
-    for one sweep its points, for one training its losses.
+    One run of traces gives average effects, one or more evaluations give the paper's table, a sweep
+    gives the scores of its points, a training run gives its losses.
     """
     from factscope.runs.folder import RunFolder
 
@@ -75,20 +75,20 @@ REPORT = Command(run=report, base=lambda given: ReportOptions)
 
 
 def _traces(run: "RunFolder", options: ReportOptions) -> None:
-    """Average effects of one run."""
+    """Report the average effects of one run."""
     from factscope.analysis.effects import average_kinds
     from factscope.report.tables import summary_table
     from factscope.report.traces import write_trace_report
 
     paper = options.preset == "paper"
-    how: Any = {"pooling": "tokens" if paper else "facts", "paper_roles": paper}
+    averaging: Any = {"pooling": "tokens" if paper else "facts", "paper_roles": paper}
     records = run.trace_records()
     if not any(record.known for record in records):
         raise BadRecord(f"{run.path} has no fact that the model knows; there is nothing to average")
     folder, title = options.out or run.path / "report", f"Causal traces: {run.path.name}"
     with doing("drawing"):
-        written = write_trace_report(records, folder, title=title, **how)
-    effects = average_kinds(records, **how)
+        written = write_trace_report(records, folder, title=title, **averaging)
+    effects = average_kinds(records, **averaging)
     if options.json:
         print_json({"files": _files(written), "summary": _effect_values(effects)})
     else:
@@ -96,7 +96,7 @@ def _traces(run: "RunFolder", options: ReportOptions) -> None:
 
 
 def _evaluations(runs: "list[RunFolder]", options: ReportOptions) -> None:
-    """The paper's table of all runs together."""
+    """Report all runs in the paper's table."""
     from factscope.analysis.metrics import merge_runs, summarize
     from factscope.report.evaluations import evaluation_tables, write_evaluation_report
     from factscope.report.samples import collect_samples, samples_text
@@ -111,16 +111,16 @@ def _evaluations(runs: "list[RunFolder]", options: ReportOptions) -> None:
     chosen = [case.strip() for case in (options.cases or "").split(",") if case.strip()] or None
     folder, title = options.out or runs[0].path / "report", f"Evaluation: {', '.join(named)}"
     with doing("drawing"):
-        found = summarize(records)
-        written = write_evaluation_report(records, folder, title, cases=chosen, rows=found)
+        summaries = summarize(records)
+        written = write_evaluation_report(records, folder, title, cases=chosen, rows=summaries)
     if options.json:
-        rows = [summary_values(summary) for summary in found]
+        rows = [summary_values(summary) for summary in summaries]
         print_json({"files": _files(written), "summaries": rows})
         return
     texts = (
         [samples_text(samples) for samples in collect_samples(records, chosen)] if chosen else ()
     )
-    _show(evaluation_tables(found), written, texts)
+    _show(evaluation_tables(summaries), written, texts)
 
 
 def print_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
@@ -138,7 +138,7 @@ def print_sweep(run: "RunFolder", out: Path | None, json: bool) -> None:
 
 
 def _training(run: "RunFolder", options: ReportOptions) -> None:
-    """The losses of a training."""
+    """Report the losses of a training run."""
     from factscope.analysis.training import TrainingCurve
     from factscope.report.training import training_table, training_to_dict, write_training_report
 
@@ -156,7 +156,7 @@ def _files(written: Sequence[Path]) -> list[str]:
 
 
 def _show(tables: "Sequence[Table]", written: Sequence[Path], more: "Sequence[Text]" = ()) -> None:
-    """The tables, and where the page is: the first of the files."""
+    """Print the tables and the path of the page, which is the first file."""
     from factscope.report.tables import as_markdown
 
     for table in tables:
@@ -167,7 +167,7 @@ def _show(tables: "Sequence[Table]", written: Sequence[Path], more: "Sequence[Te
 
 
 def summary_values(summary: Any) -> dict[str, Any]:
-    """A summary as plain values; NaN becomes null."""
+    """A summary as JSON values; NaN becomes null."""
     metrics = {
         name: {
             "mean": value.mean,
@@ -176,12 +176,12 @@ def summary_values(summary: Any) -> dict[str, Any]:
         }
         for name, value in summary.metrics.items()
     }
-    plain = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
-    return {**plain, "metrics": metrics}
+    values = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
+    return {**values, "metrics": metrics}
 
 
 def _effect_values(effects: dict[str, Any]) -> dict[str, Any]:
-    """Average effects as plain numbers, by kind and role."""
+    """Average effects as JSON values, by kind and role."""
     return {
         kind: {
             "facts": e.facts,

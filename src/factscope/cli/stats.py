@@ -41,7 +41,7 @@ class CollectOptions(Options):
     settings: StatsSettings = field(default_factory=StatsSettings)
 
     def check(self) -> None:
-        """Refuse what cannot work before the model is loaded."""
+        """Check the paths and combinations of flags before the model is loaded."""
         if self.text is not None and self.hf_dataset is not None:
             raise BadSetting("give --text or --hf-dataset, not both")
         if self.text is not None and not self.text.is_file():
@@ -179,7 +179,7 @@ def _warn(moment: "SecondMoment", settings: StatsSettings) -> None:
         )
 
 
-def _print(found: "Sequence[tuple[Path, SecondMoment]]", json: bool) -> None:
+def _print(moments: "Sequence[tuple[Path, SecondMoment]]", json: bool) -> None:
     if json:
         print_json([
             {
@@ -188,10 +188,10 @@ def _print(found: "Sequence[tuple[Path, SecondMoment]]", json: bool) -> None:
                 "split_half_difference": x.split_half_difference,
                 "convergence_history": x.convergence_history,
             }
-            for path, x in found
+            for path, x in moments
         ])  # fmt: skip
         return
-    for path, x in found:
+    for path, x in moments:
         difference = x.split_half_difference
         halves = "not measured" if difference is None else f"{difference:.3f}"
         say(
@@ -216,18 +216,18 @@ def each_with_statistics(
     """The same for several editors, or an error each; one pass collects all that is missing."""
     from factscope.stats.second_moment import cached_path, find_second_moment
 
-    found: list[Editor | FactscopeError] = []
+    resolved: list[Editor | FactscopeError] = []
     traced: dict[Any, int] = {}
     layers: set[int] = set()
     for editor in editors:
         if getattr(editor, "second_moment", None) == "find":
             try:
-                editor, own = _with_layers(lm, editor, facts, traced)
-                layers |= set(own)
+                editor, needed = _with_layers(lm, editor, facts, traced)
+                layers |= set(needed)
             except BadSetting as error:
-                found.append(error)
+                resolved.append(error)
                 continue
-        found.append(editor)
+        resolved.append(editor)
     missing = [layer for layer in sorted(layers) if find_second_moment(lm, layer) is None]
     if missing:
         listed = ",".join(map(str, missing))
@@ -240,7 +240,7 @@ def each_with_statistics(
         )
         paths = [cached_path(lm, layer) for layer in missing]
         _collect(lm, missing, StatsSettings(tokens=tokens), paths)
-    return found
+    return resolved
 
 
 def _with_layers(

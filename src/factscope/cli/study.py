@@ -50,14 +50,14 @@ def build(options: BuildOptions) -> None:
     """Make a form in which people compare the texts of two methods, blind.
 
     form.html is for the people; it works offline and sends nothing. key.json says which method
-    wrote what: keep it to yourself.
+    wrote what: do not share it.
     """
     from factscope.extras.study.pairs import build_study
     from factscope.report.studies import form_page
 
-    wanted, records = options.num_cases, _comparable_records(options.run_a, options.run_b)
+    requested, records = options.num_cases, _comparable_records(options.run_a, options.run_b)
     study = build_study(
-        records, cases=wanted, unedited=options.unedited, per_rater=options.per_rater,
+        records, cases=requested, unedited=options.unedited, per_rater=options.per_rater,
         seed=secrets.randbits(64) if options.seed is None else options.seed,
     )  # fmt: skip
     key, form = options.out / KEY, options.out / FORM
@@ -69,7 +69,9 @@ def build(options: BuildOptions) -> None:
     _write(key, study.to_json())
     _write(form, form_page(study, options.title))
     count = len({item.case for item in study.items})
-    failed = {name: sum(record.failed for record in some) for name, some in records.items()}
+    failed = {
+        name: sum(record.failed for record in run_records) for name, run_records in records.items()
+    }
     if options.json:
         print_json({
             "form": str(form), "key": str(key), "study": study.id, "pairs": len(study.items),
@@ -79,8 +81,8 @@ def build(options: BuildOptions) -> None:
     for name, failures in failed.items():
         if failures:
             note(f"{name}: {failures} cases have no edit and cannot be compared.")
-    if count < wanted:
-        note(f"Only {count} cases have texts that differ; {wanted} were requested.")
+    if count < requested:
+        note(f"Only {count} cases have texts that differ; {requested} were requested.")
     say(f"{len(study.items)} pairs of texts on {count} cases.")
     say(f"For the people who compare them: {form}")
     say(f"For you alone, which method wrote what: {key}")
@@ -96,7 +98,7 @@ class ReportOptions(Options):
     key: Annotated[Path, Flag(short="k")] = Path("study") / KEY
     """The key.json that was written with the form."""
     out: Annotated[Path | None, Flag(short="o")] = None
-    """Folder to write to; `report` beside the key if not given."""
+    """Folder to write to; `report` in the key's folder if not given."""
 
 
 def report(options: ReportOptions) -> None:
@@ -111,14 +113,14 @@ def report(options: ReportOptions) -> None:
     folder = options.out or options.key.parent / "report"
     with doing("drawing"):
         written = write_study_report(study, given, folder)
-    found = preferences(given)
+    results = preferences(given)
     if options.json:
-        files, values = [str(path) for path in written], [preference_values(x) for x in found]
+        files, values = [str(path) for path in written], [preference_values(x) for x in results]
         print_json({"files": files, "study": study.id, "preferences": values})
         return
-    say(as_markdown(preference_table(found)))
-    for one in found:
-        say(preference_sentence(one))
+    say(as_markdown(preference_table(results)))
+    for result in results:
+        say(preference_sentence(result))
     say(f"{len(written)} files; open {folder / 'index.html'}")
 
 
@@ -174,12 +176,12 @@ def _read_key(path: Path) -> "Study":
 
 
 def preference_values(one: "Preference") -> dict[str, Any]:
-    """A preference as plain values; an infinite ratio, or one without votes, is null."""
+    """A preference as JSON values; an infinite ratio, or one without votes, is null."""
     ratios = (one.ratio, one.ratio_interval.low, one.ratio_interval.high)
-    plain = [ratio if math.isfinite(ratio) else None for ratio in ratios]
+    finite = [ratio if math.isfinite(ratio) else None for ratio in ratios]
     return {
         "question": one.question, "pair": list(one.pair), "wins": list(one.wins),
-        "ties": one.ties, "ratio": plain[0], "ratio_interval": plain[1:],
+        "ties": one.ties, "ratio": finite[0], "ratio_interval": finite[1:],
         "fraction": one.fraction if one.votes else None,
         "fraction_interval": [one.interval.low, one.interval.high],
         "independent_interval": [one.independent_interval.low, one.independent_interval.high],

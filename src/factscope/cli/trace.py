@@ -48,7 +48,7 @@ class TraceOptions(Options):
     out: Annotated[Path | None, Flag(short="o")] = None
     """Figure (.png .svg .pdf .html), or with --facts the run folder. An interrupted run resumes."""
     max_memory: str | None = None
-    """Limit on memory beside the model, e.g. 4GiB."""
+    """Memory limit in addition to the model, e.g. 4GiB."""
     preset: Literal["default", "paper"] = "default"
     """paper computes what the paper's code computes."""
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -89,9 +89,9 @@ def fact_from(prompt: str, subject: str, occurrence: int | None, target: str | N
     from factscope.facts import Fact, occurrences
 
     fact = Fact.from_text(prompt, subject, occurrence, target=target)
-    places = len(occurrences(prompt, subject))
-    if places > 1 and occurrence is None:
-        note(f"The subject occurs {places} times; the last is used. Choose with --occurrence.")
+    count = len(occurrences(prompt, subject))
+    if count > 1 and occurrence is None:
+        note(f"The subject occurs {count} times; the last is used. Choose with --occurrence.")
     return fact
 
 

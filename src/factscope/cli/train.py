@@ -65,8 +65,8 @@ class TrainOptions(Options):
             raise BadSetting("--exclude goes with --data counterfact, zsre or a file of cases")
         if self.text is not None and not self.text.is_file():
             raise BadSetting(f"--text is {str(self.text)!r}; there is no such file")
-        made = FromText(path=self.text, target_tokens=self.target_tokens, seed=self.training.seed)
-        return made if self.limit is None else replace(made, limit=self.limit)
+        source = FromText(path=self.text, target_tokens=self.target_tokens, seed=self.training.seed)
+        return source if self.limit is None else replace(source, limit=self.limit)
 
     def _cases(self) -> "FromCases":
         from factscope.data.registry import find_data, find_local

@@ -152,7 +152,7 @@ def with_published(rows: Sequence[Summary]) -> list[Summary]:
     A published row follows our row of single edits with the same method, or our last row of that
     method; methods that only the paper has come last.
     """
-    theirs = {row.method: row for row in published(rows[0].model, rows[0].data)}
+    paper_rows = {row.method: row for row in published(rows[0].model, rows[0].data)}
     single = [i for i, row in enumerate(rows) if row.protocol == "single"]
     # Later keys overwrite earlier ones, so a row of single edits wins over any other.
     last = {base_method(rows[i].method): i for i in (*range(len(rows)), *single)}
@@ -160,10 +160,10 @@ def with_published(rows: Sequence[Summary]) -> list[Summary]:
     for i, row in enumerate(rows):
         merged.append(row)
         method = base_method(row.method)
-        if last[method] == i and method in theirs:
-            merged.append(theirs.pop(method))
-    unedited = [row for row in theirs.values() if not row.edited]
-    return [*unedited, *merged, *(row for row in theirs.values() if row.edited)]
+        if last[method] == i and method in paper_rows:
+            merged.append(paper_rows.pop(method))
+    unedited = [row for row in paper_rows.values() if not row.edited]
+    return [*unedited, *merged, *(row for row in paper_rows.values() if row.edited)]
 
 
 # ---- tables

@@ -56,7 +56,7 @@ def _printable_value(value: Any) -> Any:
 
 
 def multiline(text: str) -> Markup:
-    """The text, escaped, with its line breaks kept."""
+    """The text, escaped, with its line breaks preserved."""
     return Markup("\n").join(escape(printable(line)) for line in text.split("\n"))
 
 

@@ -164,20 +164,23 @@ def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
     """The edit checks of a record."""
     limits = checks["limits"]
     if (factor := checks["division_factor"]) is not None:
-        least = limits["division_factor"]
-        yield CheckRow("division factor", f"{factor:.3g}", f"at least {least:g}", factor >= least)
+        minimum = limits["division_factor"]
+        yield CheckRow(
+            "division factor", f"{factor:.3g}", f"at least {minimum:g}", factor >= minimum
+        )
     # Numbers that are not finite are null in a record.
-    norm, most = checks["update_norm"], limits["update_norm"]
-    passed = norm is not None and norm <= most
-    yield CheckRow("update norm ‖ΔW‖ / ‖W‖", _finite(norm), f"at most {most:g}", passed)
-    growth, most = checks["perplexity_growth"], limits["perplexity"]
-    passed = growth is not None and growth <= most
-    before, after = _finite(checks["perplexity_before"]), _finite(checks["perplexity_after"])
-    value = f"{before} → {after}, × {_finite(growth)}"
-    yield CheckRow("perplexity of unrelated text", value, f"at most × {most:g}", passed)
+    norm, maximum = checks["update_norm"], limits["update_norm"]
+    passed = norm is not None and norm <= maximum
+    yield CheckRow("update norm ‖ΔW‖ / ‖W‖", _number(norm), f"at most {maximum:g}", passed)
+    growth, maximum = checks["perplexity_growth"], limits["perplexity"]
+    passed = growth is not None and growth <= maximum
+    before, after = _number(checks["perplexity_before"]), _number(checks["perplexity_after"])
+    value = f"{before} → {after}, × {_number(growth)}"
+    yield CheckRow("perplexity of unrelated text", value, f"at most × {maximum:g}", passed)
 
 
-def _finite(x: float | None) -> str:
+def _number(x: float | None) -> str:
+    """A number with three digits; None, which stands for NaN and infinity, as "not finite"."""
     return "not finite" if x is None else f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
 
 
@@ -231,7 +234,7 @@ def dataset_name(data: str) -> str:
 
 
 def editor_name(method: str) -> str:
-    """A method as the paper writes it; settings that follow its name are kept."""
+    """A method as the paper writes it; settings that follow its name are preserved."""
     name = base_method(method)
     return METHOD_NAMES.get(name, name) + method[len(name) :]
 

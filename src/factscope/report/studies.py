@@ -81,26 +81,26 @@ def form_data(study: Study) -> dict[str, Any]:
 
 def write_study_report(study: Study, votes: Sequence[Vote], folder: Path) -> list[Path]:
     """Write the report and return its files, the page first."""
-    found = preferences(votes)
-    if not found:
+    results = preferences(votes)
+    if not results:
         raise BadStudy("nobody answered a question; there is nothing to count")
-    table = preference_table(found)
+    table = preference_table(results)
     texts = {
         "index.html": study_page(study, votes),
         "preferences.md": as_markdown(table),
         "preferences.tex": as_latex(table),
-        "preferences.csv": as_csv(all_preferences_table(found)),
+        "preferences.csv": as_csv(all_preferences_table(results)),
     }
     return [
         *write_texts(folder, texts),
-        *write_figure(preferences_figure(found), folder / "preferences"),
+        *write_figure(preferences_figure(results), folder / "preferences"),
     ]
 
 
 def study_page(study: Study, votes: Sequence[Vote]) -> str:
     """The page: the preferences as sentences, figure and table, then the rated texts."""
-    found = preferences(votes)
-    decided, left = sum(one.votes for one in found), sum(one.left for one in found)
+    results = preferences(votes)
+    decided, left = sum(result.votes for result in results), sum(result.left for result in results)
     return render(
         "study.html",
         title=f"Human evaluation: {', '.join(map(editor_name, study.methods))}",
@@ -114,9 +114,9 @@ def study_page(study: Study, votes: Sequence[Vote]) -> str:
             "answers": len(votes),
             "preferred text on the left": f"{100 * left / decided:.0f} %" if decided else "–",
         },
-        sentences=[preference_sentence(one) for one in found],
-        figure=embed_figure(preferences_figure(found), "Votes for each method"),
-        table=preference_table(found),
+        sentences=[preference_sentence(result) for result in results],
+        figure=embed_figure(preferences_figure(results), "Votes for each method"),
+        table=preference_table(results),
         items=[_item_values(item, votes) for item in study.items],
     )
 
@@ -140,13 +140,13 @@ def _count(votes: Sequence[Vote], chosen: str | None) -> str:
     return ", ".join(f"{counts[question]} for {name}" for question, name in QUESTION_LABELS.items())
 
 
-def preference_sentence(found: Preference) -> str:
+def preference_sentence(preference: Preference) -> str:
     """A preference in the form in which the paper states it."""
-    first, second = map(_method_name, found.pair)
-    comparative = COMPARATIVES[found.question]
-    if not found.votes:
-        return f"No rater found {first} or {second} {comparative} ({found.ties} ties)."
-    wins, ratio, interval = found.wins, found.ratio, found.ratio_interval
+    first, second = map(_method_name, preference.pair)
+    comparative = COMPARATIVES[preference.question]
+    if not preference.votes:
+        return f"No rater found {first} or {second} {comparative} ({preference.ties} ties)."
+    wins, ratio, interval = preference.wins, preference.ratio, preference.ratio_interval
     if ratio < 1:
         first, second, wins, ratio = second, first, wins[::-1], _inverse(ratio)
         interval = Interval(_inverse(interval.high), _inverse(interval.low))
@@ -154,7 +154,7 @@ def preference_sentence(found: Preference) -> str:
     sentence = (
         f"{first} was rated {comparative} {'in every vote' if math.isinf(ratio) else often} "
         f"(95 % confidence interval of the ratio: {interval_text(interval)}): "
-        f"{wins[0]} votes against {wins[1]}, {found.ties} ties."
+        f"{wins[0]} votes against {wins[1]}, {preference.ties} ties."
     )
     return sentence[0].upper() + sentence[1:]
 
@@ -167,35 +167,35 @@ def _inverse(ratio: float) -> float:
     return math.inf if ratio == 0 else 1 / ratio
 
 
-def preference_table(found: Sequence[Preference]) -> Table:
+def preference_table(results: Sequence[Preference]) -> Table:
     """A row for each question and pair of methods."""
     columns = ("question", "A", "B", "votes for A", "votes for B", "ties", "ratio (95 %)",
                "raters", "cases", "agreement")  # fmt: skip
     rows = tuple(
         (
-            QUESTION_LABELS[one.question], *map(editor_name, one.pair), *one.wins, one.ties,
-            ratio_text(one), one.raters, one.cases,
-            "–" if one.agreement is None else f"{100 * one.agreement:.0f} %",
+            QUESTION_LABELS[result.question], *map(editor_name, result.pair), *result.wins,
+            result.ties, ratio_text(result), result.raters, result.cases,
+            "–" if result.agreement is None else f"{100 * result.agreement:.0f} %",
         )
-        for one in found
+        for result in results
     )  # fmt: skip
     return Table("Preferences", columns, rows, NOTE)
 
 
-def all_preferences_table(found: Sequence[Preference]) -> Table:
+def all_preferences_table(results: Sequence[Preference]) -> Table:
     """The same with all numbers unrounded, for CSV; infinite ratios are empty."""
     columns = ("question", "A", "B", "votes for A", "votes for B", "ties", "fraction for A", "low",
                "high", "ratio", "ratio low", "ratio high", "independent low", "independent high",
                "effective votes", "chosen on the left", "raters", "cases", "agreement")  # fmt: skip
-    return Table("Preferences", columns, tuple(map(_preference_cells, found)))
+    return Table("Preferences", columns, tuple(map(_preference_cells, results)))
 
 
-def _preference_cells(one: Preference) -> tuple[Cell, ...]:
-    ratios = (one.ratio, one.ratio_interval.low, one.ratio_interval.high)
+def _preference_cells(result: Preference) -> tuple[Cell, ...]:
+    ratios = (result.ratio, result.ratio_interval.low, result.ratio_interval.high)
     return (
-        one.question, *one.pair, *one.wins, one.ties,
-        one.fraction, one.interval.low, one.interval.high,
+        result.question, *result.pair, *result.wins, result.ties,
+        result.fraction, result.interval.low, result.interval.high,
         *(None if math.isinf(ratio) else ratio for ratio in ratios),
-        one.independent_interval.low, one.independent_interval.high, one.effective,
-        one.left, one.raters, one.cases, one.agreement,
+        result.independent_interval.low, result.independent_interval.high, result.effective,
+        result.left, result.raters, result.cases, result.agreement,
     )  # fmt: skip

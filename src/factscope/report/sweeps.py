@@ -81,13 +81,13 @@ def sweep_table(sweep: Sweep) -> Table:
         rows.append(("unedited", *blank, sweep.unedited.cases, None, *scores))
     best = {name: _best(sweep, name) for name in names}
     for point in sweep.points:
-        where = (setting_name(axis, point.settings[axis]) for axis in sweep.grid)
+        labels = (setting_name(axis, point.settings[axis]) for axis in sweep.grid)
         values = {name: point.metric(name) or UNMEASURED for name in names}
         scores = [
             Score(value, "best" if value.mean == best[name] else None)
             for name, value in values.items()
         ]
-        rows.append((*where, *_counts(point), *scores))
+        rows.append((*labels, *_counts(point), *scores))
     errors = "".join(f" {point.name}: {point.error}." for point in sweep.points if point.error)
     failed = any(point.summary and point.summary.failed for point in sweep.points)
     return Table(
@@ -116,7 +116,7 @@ def all_points_table(sweep: Sweep) -> Table:
 
 
 def sweep_to_dict(sweep: Sweep) -> dict[str, Any]:
-    """The sweep as JSON values; what is not known is null."""
+    """The sweep as JSON values; unknown values are null."""
     return {
         "model": sweep.model,
         "data": sweep.data,

@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Marked:
-    """A plain number with a mark."""
+    """A number with a mark."""
 
     value: int | float
     mark: Mark = None

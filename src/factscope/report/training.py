@@ -61,9 +61,9 @@ def all_evaluations_table(curve: TrainingCurve) -> Table:
 
 
 def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
-    """The curve as plain values for JSON; numbers that are not finite become null."""
+    """The curve as JSON values; numbers that are not finite become null."""
 
-    def plain(evaluation: TrainingRecord) -> dict[str, Any]:
+    def to_dict(evaluation: TrainingRecord) -> dict[str, Any]:
         return {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in asdict(evaluation).items()
@@ -75,8 +75,8 @@ def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
         "method": curve.method,
         "steps": curve.steps,
         "minutes": curve.minutes,
-        "best": plain(curve.best),
-        "evaluations": [plain(evaluation) for evaluation in curve.evaluations],
+        "best": to_dict(curve.best),
+        "evaluations": [to_dict(evaluation) for evaluation in curve.evaluations],
     }
 
 

@@ -111,7 +111,7 @@ def _add_page(app: FastAPI, state: ServerState) -> None:
     folder = resources.files("factscope.serve").joinpath("static")
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     files["page.css"] = asset("page.css").encode()  # shared with the report pages
-    known = about(state)
+    about_values = about(state)
     headers = {"cache-control": "no-cache"}
 
     @app.get("/", include_in_schema=False)
@@ -127,7 +127,7 @@ def _add_page(app: FastAPI, state: ServerState) -> None:
     @app.get("/api/about", tags=["page"])
     async def get_about() -> dict[str, Any]:
         """The model, the limits, and the settings of traces and edits."""
-        return known
+        return about_values
 
     @app.get("/api/queue", tags=["page"])
     async def get_queue() -> dict[str, int]:
@@ -136,7 +136,7 @@ def _add_page(app: FastAPI, state: ServerState) -> None:
 
 
 def about(state: ServerState) -> dict[str, Any]:
-    """What the page needs to know when it starts."""
+    """Model, limits, settings and examples, which the page loads at its start."""
     lm, default = state.lm, rome_defaults(state.lm)
     return {
         "version": metadata.version("factscope"),
@@ -174,13 +174,13 @@ def _add_error_handlers(app: FastAPI) -> None:
     """Every error as JSON: {"error": {"kind": …, "message": …}}."""
 
     @app.exception_handler(FactscopeError)
-    async def own_error(request: Request, error: FactscopeError) -> JSONResponse:
+    async def factscope_error(request: Request, error: FactscopeError) -> JSONResponse:
         headers = {"retry-after": "30"} if isinstance(error, ServerBusy) else None
         return JSONResponse({"error": error_to_dict(error)}, error_to_status(error), headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await own_error(request, BadSetting(validation_message(error)))
+        return await factscope_error(request, BadSetting(validation_message(error)))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

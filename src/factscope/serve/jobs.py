@@ -111,9 +111,9 @@ class JobQueue:
         with self._changed:
             if len(self._jobs) >= self.max_jobs:
                 raise ServerBusy(f"{len(self._jobs)} jobs are waiting; try again in a minute")
-            own = sum(job.session == session and not job.cancelled for job in self._jobs)
-            if own >= self.max_jobs_per_session:
-                raise ServerBusy(f"{own} of your jobs are waiting; let one finish, or cancel it")
+            active = sum(job.session == session and not job.cancelled for job in self._jobs)
+            if active >= self.max_jobs_per_session:
+                raise ServerBusy(f"{active} of your jobs are waiting; let one finish, or cancel it")
             job = Job(session, work)
             self._jobs.append(job)
             job.send({"event": "queued", "position": len(self._jobs) - 1})

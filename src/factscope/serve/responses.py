@@ -36,9 +36,9 @@ def valid_unicode(text: str) -> str:
 
 
 def media_type(file: str) -> str:
-    """The MIME type of a file, whatever the machine's own table of types says."""
-    found = MIME_TYPES.guess_type(file)[0] or "application/octet-stream"
-    return f"{found}; charset=utf-8" if found.startswith("text/") else found
+    """The MIME type of a file, independent of the machine's table of types."""
+    kind = MIME_TYPES.guess_type(file)[0] or "application/octet-stream"
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
 
 
 def attachment(content: bytes, name: str) -> Response:

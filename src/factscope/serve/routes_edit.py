@@ -42,9 +42,9 @@ from factscope.serve.sessions import ServerState, StoredEdit
 __all__ = ["edit_routes", "neighbours_for"]
 
 TOP_TOKENS = 5
-"""Most likely next tokens in a prediction."""
+"""Number of most likely next tokens in a prediction."""
 EDIT_FRACTION = 0.7
-"""Roughly the editor's part of the time of an edit; the rest is its evaluation."""
+"""Approximate fraction of an edit's time that the editor takes; the rest is its evaluation."""
 CACHED_EDITORS = 2
 """Editors in the cache; each holds second moments, which can be large."""
 FILES = ["edit.safetensors", "adapter.zip", "record.json", "page.html",
@@ -178,16 +178,16 @@ def prediction(state: ServerState, text: str, edit: Edit | None, tokens: int) ->
     """The most likely next tokens and the greedy continuation of a prompt, before and after."""
     lm = state.lm
     tokens = max_new_tokens(lm, [text], tokens)
-    found: dict[str, Any] = {"text": text}
+    result: dict[str, Any] = {"text": text}
     for name, applied in (("before", None), ("after", edit)):
         with nullcontext() if applied is None else edited(lm, [applied]):
             top = top_next_tokens(lm, text, TOP_TOKENS)
             continuation = generate_greedy(lm, [text], tokens)[0]
-        found[name] = {
+        result[name] = {
             "top_tokens": [{"token": display_token(token), "p": p} for token, p in top],
             "continuation": continuation,
         }
-    return found
+    return result
 
 
 # ---- JSON and files

@@ -1,6 +1,6 @@
 """Runs: tables, figures and generated texts of the runs in a folder. No torch.
 
-A run name of a request is looked up among the runs that were found; it never becomes a path.
+The run name in a request is looked up in the list of runs; it never becomes a path.
 """
 
 import threading
@@ -86,18 +86,18 @@ class RunLibrary:
         if self._folder is None:
             return {}
         root = self._folder.resolve()
-        found: dict[str, RunEntry] = {}
+        runs: dict[str, RunEntry] = {}
         for depth in range(1, MAX_DEPTH + 1):
             for spec in sorted(root.glob("*/" * depth + "spec.toml")):
                 path = spec.parent
                 inside = path.resolve().is_relative_to(root)  # a symbolic link may lead outside
-                if inside and path.parent.name != "points" and len(found) < MAX_RUNS:
+                if inside and path.parent.name != "points" and len(runs) < MAX_RUNS:
                     name = path.relative_to(root).as_posix()
-                    found[name] = RunEntry(name, RunFolder(path))
-        return found
+                    runs[name] = RunEntry(name, RunFolder(path))
+        return runs
 
     def find(self, names: Sequence[str], *commands: str) -> list[RunEntry]:
-        """Some runs, all of which must be runs of these commands."""
+        """The runs with these names; an error if one is not a run of these commands."""
         runs = self.all()
         if missing := [name for name in names if name not in runs]:
             known = ", ".join(list(runs)[:10]) or "none"
@@ -222,7 +222,7 @@ def run_to_dict(run: RunEntry) -> dict[str, Any]:
 
 
 def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
-    """What the page shows of some runs."""
+    """The tables of runs, and the names of their figures."""
     command = runs.find(names, "trace", "evaluate", "sweep")[0].folder.command
     if command != "evaluate" and len(names) > 1:
         raise BadSetting(f"only evaluations can be compared; choose one run of {command}")

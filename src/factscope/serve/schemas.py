@@ -61,7 +61,7 @@ def default_tracing(limits: ServerLimits) -> Tracing:
 
 
 def describe_settings(base: Any, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Form controls for some settings of a dataclass; the values of `base` are the defaults."""
+    """Form controls for the named settings of a dataclass; the values of `base` are defaults."""
     controls = []
     for setting in (settings_of(base)[name] for name in names):
         control = "text"
@@ -85,7 +85,7 @@ def describe_settings(base: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def apply_settings(base: T, names: Sequence[str], given: Mapping[Any, Any]) -> T:
-    """The base with some settings changed."""
+    """The base with the given settings; the named settings must be finite."""
     try:
         changed = build(base, given)
     except BadSetting as error:

@@ -68,8 +68,8 @@ class SecurityMiddleware:
             await response(scope, receive, send)
             return
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        known = re.fullmatch("[0-9a-f]{32}", cookie) is not None
-        session = cookie if known else secrets.token_hex(16)
+        has_session = re.fullmatch("[0-9a-f]{32}", cookie) is not None
+        session = cookie if has_session else secrets.token_hex(16)
         scope.setdefault("state", {})["session"] = session
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -80,7 +80,7 @@ class SecurityMiddleware:
             if message["type"] == "http.response.start":
                 sent = MutableHeaders(scope=message)
                 sent.update(HEADERS)
-                if not known and not path.startswith("/static/"):
+                if not has_session and not path.startswith("/static/"):
                     attributes = "Path=/; HttpOnly; SameSite=Strict; Max-Age=604800"
                     sent.append("set-cookie", f"{COOKIE}={session}; {attributes}")
             await send(message)
@@ -133,8 +133,8 @@ def check_origin(method: str, path: str, headers: Mapping[str, str]) -> None:
             f"the request comes from a page of {origin[:80]!r}; open this server's own page"
         )
     site = headers.get("sec-fetch-site", "none")
-    own = site in ("same-origin", "none")
-    if not own and (path.startswith("/api/") or method not in SAFE_METHODS):
+    same_origin = site in ("same-origin", "none")
+    if not same_origin and (path.startswith("/api/") or method not in SAFE_METHODS):
         raise ForbiddenOrigin(
             "the request comes from a page of another site; open this server's own page"
         )

@@ -83,11 +83,11 @@ class Sessions:
         """Store an edit under a new id."""
         self.check_capacity(session)
         with self._lock:
-            own = self._sessions.setdefault(session, _Session())
+            entry = self._sessions.setdefault(session, _Session())
             self._sessions.move_to_end(session)
-            own.created += 1
-            stored = StoredEdit(id=str(own.created), edit=edit, record=record, request=request)
-            own.edits[stored.id] = stored
+            entry.created += 1
+            stored = StoredEdit(id=str(entry.created), edit=edit, record=record, request=request)
+            entry.edits[stored.id] = stored
             while len(self._sessions) > self._limits.max_sessions:
                 self._sessions.popitem(last=False)
         return stored
@@ -100,15 +100,15 @@ class Sessions:
                 self._sessions[session].edits.pop(id, None)
 
     def select(self, session: str, ids: Sequence[str]) -> list[StoredEdit]:
-        """Some of a session's edits; NotFound if one does not exist."""
-        own = {stored.id: stored for stored in self.edits(session)}
-        if missing := [id for id in ids if id not in own]:
-            known = ", ".join(own) or "none"
+        """A session's edits with these ids; NotFound if one does not exist."""
+        by_id = {stored.id: stored for stored in self.edits(session)}
+        if missing := [id for id in ids if id not in by_id]:
+            known = ", ".join(by_id) or "none"
             raise NotFound(f"you have no edit {missing[0][:20]!r} (your edits: {known})")
-        return [own[id] for id in dict.fromkeys(ids)]
+        return [by_id[id] for id in dict.fromkeys(ids)]
 
     def combined(self, session: str, ids: Sequence[str]) -> Edit | None:
-        """The sum of some of a session's edits; None without any."""
+        """The sum of a session's edits with these ids; None without ids."""
         edits = [stored.edit for stored in self.select(session, ids)]
         return reduce(add, edits) if edits else None
 

@@ -102,11 +102,11 @@ def distributions(records: Iterable[CaseRecord]) -> dict[str, dict[str, list[flo
     """Row → metric → the values of its cases, in percent; the unedited model first."""
     records = list(records)
     before = {record.fact: record.before for record in records if record.before is not None}
-    found = {editor_name(UNEDITED): _metric_values(before.values())}
+    by_row = {editor_name(UNEDITED): _metric_values(before.values())}
     for group in group_by_row(records):
         after = [record.after for record in group if record.after is not None]
-        found[row_name(summary_of(group))] = _metric_values(after)
-    return {row: metrics for row, metrics in found.items() if metrics}
+        by_row[row_name(summary_of(group))] = _metric_values(after)
+    return {row: metrics for row, metrics in by_row.items() if metrics}
 
 
 def _metric_values(cases: Iterable[CaseScores]) -> dict[str, list[float]]:

@@ -74,9 +74,9 @@ def _draw_line(ax: Axes, sweep: Sweep, line: Line, name: str, color: str) -> Non
     values, axis = list(sweep.grid[sweep.x_axis]), sweep.x_axis
     settings = [point.settings[axis] for point in line.points]
     x = np.array([s if axis == "layer" else values.index(s) for s in settings], dtype=float)
-    found = [point.metric(name) for point in line.points]
-    y = 100 * np.array([math.nan if v is None else v.mean for v in found])
-    half_width = 100 * np.array([0.0 if v is None else _half_width(v) for v in found])
+    estimates = [point.metric(name) for point in line.points]
+    y = 100 * np.array([math.nan if v is None else v.mean for v in estimates])
+    half_width = 100 * np.array([0.0 if v is None else _half_width(v) for v in estimates])
     low, high = y - half_width, y + half_width
     if name not in UNSCALED:
         low, high = np.clip(low, 0, 100), np.clip(high, 0, 100)
@@ -103,8 +103,8 @@ def _draw_frame(ax: Axes, sweep: Sweep, name: str) -> None:
         level = 100 * unedited.mean
         ax.axhline(level, color="0.45", linewidth=0.9, linestyle=":", label="unedited")
     if name in UNSCALED:
-        found = [value for point in sweep.points if (value := point.metric(name))]
-        ends = [100 * (v.mean + side * _half_width(v)) for v in found for side in (-1, 1)]
+        estimates = [value for point in sweep.points if (value := point.metric(name))]
+        ends = [100 * (v.mean + side * _half_width(v)) for v in estimates for side in (-1, 1)]
         ends += [] if unedited is None else [100 * unedited.mean]
         margin = 0.08 * (max(ends) - min(ends)) or 1.0
         ax.set_ylim(min(ends) - margin, max(ends) + margin)
@@ -117,8 +117,8 @@ def _draw_frame(ax: Axes, sweep: Sweep, name: str) -> None:
     if sweep.x_axis == "layer":
         layers = [int(value) for value in values]
         first, last = min(layers), max(layers)
-        several = [tick for tick in layer_ticks(last + 1) if tick >= first]
-        ticks = layers if len(layers) <= 8 else several
+        spaced = [tick for tick in layer_ticks(last + 1) if tick >= first]
+        ticks = layers if len(layers) <= 8 else spaced
         ax.set_xticks(ticks, [str(tick) for tick in ticks])
         ax.set_xlim(first - 0.5, last + 0.5)
     else:
