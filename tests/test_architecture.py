@@ -1,4 +1,4 @@
-"""Who may import what: data flows one way, and reading records needs no torch."""
+"""Which package may import which: data flows one way, and reading records needs no torch."""
 
 import ast
 import importlib.util
@@ -72,7 +72,7 @@ def users_of(package: str) -> set[str]:
     return {part_of(f) for f in FILES if any(m.split(".")[0] == package for m in imports(f))}
 
 
-def test_every_part_has_a_level() -> None:
+def test_every_package_has_a_level() -> None:
     assert {part_of(f) for f in FILES} - {"__init__", "__main__", "extras.__init__"} == set(LEVEL)
 
 
@@ -114,17 +114,17 @@ def test_reading_records_needs_no_torch() -> None:
         assert not users_of(package) & set(LIGHT)
 
 
-def test_transformers_stays_in_lm() -> None:
+def test_only_lm_imports_transformers() -> None:
     assert users_of("transformers") == {"lm"}
 
 
-def test_the_terminal_stays_at_the_edge() -> None:
+def test_only_cli_imports_cyclopts_and_only_cli_and_report_import_rich() -> None:
     assert users_of("cyclopts") == {"cli"}
     assert users_of("rich") <= {"cli", "report"}
     assert users_of("argparse") == set()
 
 
-def test_the_web_stays_in_serve() -> None:
+def test_only_serve_imports_web_packages() -> None:
     for package in ("fastapi", "starlette", "uvicorn", "pydantic"):
         assert users_of(package) == {"serve"}
 
@@ -155,28 +155,30 @@ assert not heavy, f"loads {{heavy}}"
 
 
 @pytest.mark.parametrize("module", ["factscope", "factscope.cli.app"])
-def test_importing_does_nothing_and_is_light(module: str, tmp_path: Path) -> None:
+def test_importing_has_no_side_effects_and_loads_no_heavy_packages(
+    module: str, tmp_path: Path
+) -> None:
     probe = PROBE.format(module=module)
     words = [sys.executable, "-c", probe]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_report_starts_without_torch(tmp_path: Path) -> None:
+def test_importing_report_loads_no_torch(tmp_path: Path) -> None:
     probe = "import sys, factscope.report.traces; assert 'torch' not in sys.modules"
     words = [sys.executable, "-c", probe]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_gpu_stays_behind_one_door() -> None:
+def test_gpu_code_is_only_in_lm_accel() -> None:
     """No file outside lm/accel mentions CUDA, triton or CUDA graphs."""
     words = re.compile(r"cuda|triton|captur\w+ graph|graph captur", re.IGNORECASE)
     users = [f.relative_to(ROOT).as_posix() for f in FILES if words.search(f.read_text("utf-8"))]
     assert [user for user in users if not user.startswith("lm/accel/")] == []
 
 
-def test_method_code_uses_only_the_door() -> None:
+def test_only_lm_imports_submodules_of_lm_accel() -> None:
     """Outside lm, acceleration is imported from `factscope.lm.accel` itself."""
     for path in FILES:
         if path.is_relative_to(ROOT / "lm"):

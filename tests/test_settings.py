@@ -164,7 +164,7 @@ def test_check_names_the_field() -> None:
         check(Options(kinds=("mpl",)))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_flag_has_one_meaning() -> None:
+def test_two_fields_cannot_have_the_same_flag() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Twice:
         """Twice."""

@@ -67,7 +67,7 @@ def test_metrics_of_a_case_by_hand():
     )  # fmt: skip
 
 
-def test_a_tie_is_no_success():
+def test_a_tie_is_not_a_success():
     tie = (score(0.2, 0.2),)
     kinds = ("prompt", "paraphrase", "neighbour")
     found = case_metrics(CaseScores(prompts=dict.fromkeys(kinds, tie)))

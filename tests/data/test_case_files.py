@@ -53,7 +53,7 @@ def test_counterfact_format(tmp_path: Path) -> None:
     )
 
 
-def test_own_format(tmp_path: Path) -> None:
+def test_factscope_format(tmp_path: Path) -> None:
     bare = {"subject": "Lima", "prompt": "{} is in", "target_new": "France"}
     first, second = read_cases(written(tmp_path / "mine.jsonl", OWN, bare)).cases
     assert first.fact == Fact(subject="Oslo", prompt="{} is in", target="Italy", id="1")

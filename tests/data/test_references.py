@@ -39,14 +39,14 @@ def test_snippets_by_relation_and_id(tmp_path: Path) -> None:
     assert found.texts_for("P19", "Paris", None) == ()  # snippets have ids only
 
 
-def test_read_snippets_selects_the_wanted_ones(tmp_path: Path) -> None:
+def test_read_snippets_returns_only_the_requested_ones(tmp_path: Path) -> None:
     path = tmp_path / "attribute_snippets.json.gz"
     path.write_bytes(gzip.compress(json.dumps(SNIPPETS).encode()))
     found = read_snippets(path, {("P19", "Q84")})
     assert dict(found.by_id) == {("P19", "Q84"): ("Born in London.",)}
 
 
-def test_own_references_by_object_name(tmp_path: Path) -> None:
+def test_references_by_object_name(tmp_path: Path) -> None:
     found = read_references(written(tmp_path / "mine.json", OWN))
     assert found.texts_for("P19", " London") == ("One.", "Two.")
     assert found.texts_for("P19", "Paris", "Q90") == ("A Parisian.",)

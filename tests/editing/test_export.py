@@ -474,7 +474,7 @@ def test_free_disk_space_is_checked_beforehand(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_any_error_leaves_the_model_and_the_disk_alone(
+def test_any_error_leaves_the_model_and_the_disk_unchanged(
     made: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     edit, before = weights_edit(made), state_of(made)

@@ -145,7 +145,7 @@ def test_a_users_editor_inherits_the_calls() -> None:
 
 
 @pytest.mark.parametrize("name", ["method", "bind", "resolve"])
-def test_a_forgotten_method_is_an_error(name: str) -> None:
+def test_a_missing_method_is_an_error(name: str) -> None:
     methods = {"method": Stubborn.method, "bind": Stubborn.bind, "resolve": Stubborn.resolve}
     del methods[name]
     with pytest.raises(TypeError, match=f"abstract method '?{name}"):
@@ -153,7 +153,7 @@ def test_a_forgotten_method_is_an_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["edit", "attempt"])
-def test_a_forgotten_method_of_the_bound_editor_is_an_error(name: str) -> None:
+def test_a_missing_method_of_the_bound_editor_is_an_error(name: str) -> None:
     methods = {"edit": NoEdits.edit, "attempt": NoEdits.attempt}
     del methods[name]
     with pytest.raises(TypeError, match=f"abstract method '?{name}"):

@@ -100,7 +100,7 @@ def test_usable_relations_and_problems() -> None:
     assert "1 usable patterns" in found.problems[3]
 
 
-def test_wanted_relations() -> None:
+def test_selected_relations() -> None:
     assert [r.name for r in usable_relations(FACTS, PATTERNS, ["P103"]).usable] == ["P103"]
     with pytest.raises(BadSetting, match=r"no relation P7, P8 .* it has P19, P30, P31, P103"):
         usable_relations(FACTS, PATTERNS, ["P7", "P19", "P8"])

@@ -116,7 +116,7 @@ def test_of_sequential_edits_the_final_texts_are_compared() -> None:
     assert all(texts["rome"] == ("the end",) for texts in shared.values())
 
 
-def test_two_runs_of_one_method_are_told_apart_by_run() -> None:
+def test_two_runs_of_one_method_have_the_run_in_their_names() -> None:
     other = [case(0, "rome", texts=1, after=CaseScores(texts=("something else",)))]
     study = build_study({"runs/a": cases("rome"), "runs/b": other}, seed=0)
     assert study.methods == ("rome (runs/a)", "rome (runs/b)")

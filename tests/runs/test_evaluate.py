@@ -351,7 +351,7 @@ def test_ray_refuses_sequential_edits() -> None:
         pass
 
 
-def test_work_items_do_not_depend_on_what_is_done(
+def test_work_items_do_not_depend_on_finished_ones(
     model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(model, tmp_path, cases=10)

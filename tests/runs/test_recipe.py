@@ -224,7 +224,7 @@ def test_a_changed_recipe_is_refused_by_its_run_folder(
     assert_refused(factscope(*words), "belongs to another run", "steps")
 
 
-def test_settings_as_words_of_the_command_line() -> None:
+def test_settings_as_command_line_arguments() -> None:
     settings = {"kinds": ["states", "mlp"], "force": True, "gradients": False, "prompt": "A b",
                 "lr": 5e-4}  # fmt: skip
     assert flag_words(settings, ["prompt"]) == [
@@ -232,7 +232,7 @@ def test_settings_as_words_of_the_command_line() -> None:
     ]  # fmt: skip
 
 
-def test_files_beside_a_recipe_are_found_from_anywhere(tmp_path: Path) -> None:
+def test_files_in_the_recipes_folder_are_found_from_any_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("[]")
     file = tmp_path / "recipe.toml"
     file.write_text(GOOD + 'data = "mine.json"\n')

@@ -122,7 +122,7 @@ def test_collection_stops_at_convergence() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
-def test_shards_merge_to_the_whole(family: str) -> None:
+def test_merged_shards_equal_a_single_collection(family: str) -> None:
     lm, sequences = tiny(family), random_sequences(11)
 
     def collected(shard: str):

@@ -111,7 +111,7 @@ def estimated(width: int = 40) -> SecondMoment:
     return second_moment(keys.T @ keys / 400, corpus="ein Text “ü”", convergence_history=history)
 
 
-def test_a_file_keeps_everything(tmp_path: Path) -> None:
+def test_all_fields_are_saved_and_loaded(tmp_path: Path) -> None:
     before, path = estimated(), tmp_path / "new" / "m.safetensors"
     save_second_moment(before, path)
     after = load_second_moment(path)

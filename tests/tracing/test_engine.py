@@ -141,7 +141,7 @@ def test_a_tight_memory_bound_splits_the_work_and_changes_nothing(lm: LM) -> Non
             )
 
 
-def test_what_must_hold_of_any_trace(lm: LM) -> None:
+def test_cells_whose_value_is_known_in_advance(lm: LM) -> None:
     q = question(lm, 0)
     [record] = trace_batch(lm, [q], SETTINGS, SCALE, Budget(2**30))
     states = np.array(record.restored["states"])

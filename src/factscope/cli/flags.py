@@ -157,7 +157,7 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
     # it: so the converter returns exactly what is annotated, words except for choices.
     kind: Any = s.type if s.switch or s.choices else list[str] if s.repeated else str
     default = s.text(s.default)
-    shown = not (s.switch or s.required or default == "none")
+    show_default = not (s.switch or s.required or default == "none")
     details: dict[str, Any] = {
         "help": re.sub(r"\bNone\b", "none", s.help),
         "negative": [f"--no-{s.name}"] if s.switch and s.default else [],
@@ -166,7 +166,7 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
         "allow_repeating": True,  # the last one counts, so that a script can append an override
         "allow_leading_hyphen": not s.flag.positional and not s.switch,
         "converter": None if s.switch else _converter(s),
-        "show_default": (lambda _: default) if shown else False,
+        "show_default": (lambda _: default) if show_default else False,
     }
     if not s.flag.positional:
         details["group"] = groups[s.group]

@@ -96,7 +96,7 @@ def test_a_capture_that_differs_is_not_used(
     assert fake.replays == 0
 
 
-def test_parts_made_only_during_capture_are_dropped(fake: type[FakeGraph], lm: LM) -> None:
+def test_tensors_created_only_during_capture_are_dropped(fake: type[FakeGraph], lm: LM) -> None:
     """While it is captured, transformers makes a causal mask that it otherwise does without."""
     lm.cache.clear()
     calls = 0

@@ -58,7 +58,7 @@ def test_an_overflow_shows_in_the_result(product) -> None:
     assert not product(weight, bias)(x).isfinite().all()
 
 
-def test_support_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_support_is_detected_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert supports_mixed(torch.device("cpu"))
     supports_mixed.cache_clear()
 

@@ -153,7 +153,9 @@ def test_a_hook_above_prevents_cached_steps() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_edits_in_sequence_equal_plain_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_in_sequence_equal_unaccelerated_ones(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = text_lm(family)
     rome = Rome(layer=1, prefixes=PREFIXES, second_moment="identity", search=FEW)
     facts = [FIRST, SAME_SHAPE, replace(FIRST, prompt="{} is"), replace(FIRST, target="Peru Rome")]
