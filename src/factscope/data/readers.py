@@ -10,7 +10,7 @@ The names of CounterFact and of EasyEdit's condensed CounterFact work, too. A zs
 recognised by its fields.
 
 ParaRel is two tables: relation → pairs of subject and object, and relation → patterns with [X]
-and [Y]. The package has facts, cases and text templates of its own.
+and [Y]. The package includes facts, cases and text templates.
 """
 
 import gzip
@@ -102,7 +102,7 @@ def _read_records(
     path: Path, parse: Callable[[Any, int], T]
 ) -> tuple[tuple[T, ...], tuple[str, ...]]:
     """Parse each record, given its number in the file; also return messages for broken ones."""
-    found: list[T] = []
+    parsed: list[T] = []
     problems: list[str] = []
     text = read_text(path)
     is_list = text.lstrip().startswith("[")
@@ -110,14 +110,14 @@ def _read_records(
         try:
             if isinstance(record, ValueError):
                 raise BadFact(f"not JSON ({record})")
-            found.append(parse(record, number))
+            parsed.append(parse(record, number))
         except BadFact as error:
-            place = "record" if is_list else "line"
-            problems.append(f"{path.name}, {place} {number}: {error}")
-    if not found:
+            unit = "record" if is_list else "line"
+            problems.append(f"{path.name}, {unit} {number}: {error}")
+    if not parsed:
         shown = "; ".join(problems[:3]) or "it is empty"
         raise BadFact(f"{path} has no usable fact: {shown}")
-    return tuple(found), tuple(problems)
+    return tuple(parsed), tuple(problems)
 
 
 def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
@@ -262,8 +262,8 @@ def pararel_facts(facts: Path, patterns: Path) -> Iterator[Fact]:
 
 def pararel_prompt(pattern: str) -> str | None:
     """The prompt template of a pattern that ends in the object, otherwise None."""
-    before, found, after = pattern.partition("[Y]")
-    if not found or before.count("[X]") != 1 or after.strip(" .") or SUBJECT_SLOT in before:
+    before, object_slot, after = pattern.partition("[Y]")
+    if not object_slot or before.count("[X]") != 1 or after.strip(" .") or SUBJECT_SLOT in before:
         return None
     return before.replace("[X]", SUBJECT_SLOT).strip()
 
@@ -279,7 +279,7 @@ def read_relation_table(path: Path) -> dict[str, list]:
     return table
 
 
-# ---- the package's own data
+# ---- data included in the package
 
 HERE = Path(__file__).parent
 EVERYDAY_CASES = HERE / "everyday_cases.jsonl"
@@ -305,7 +305,7 @@ def generation_templates(relation: str) -> tuple[str, ...]:
 
 
 def neutral_sentences() -> tuple[str, ...]:
-    """Sentences about nothing in particular, to put before paraphrases."""
+    """Neutral sentences to put before paraphrases."""
     return tuple(_phrases()["sentences"])
 
 

@@ -1,4 +1,4 @@
-"""Reference texts, to which generated texts are compared, and the TF-IDF tables for it.
+"""Reference texts that generated texts are compared with, and TF-IDF tables for the comparison.
 
 The paper's reference texts are Wikipedia articles about subjects that have the new object:
 attribute_snippets.json, by relation and Wikidata id of the object. A user's own are a JSON table
@@ -43,7 +43,7 @@ class References:
     def texts_for(
         self, relation: str | None, target: str, target_id: str | None = None
     ) -> tuple[str, ...]:
-        """The texts of an object, found by id or else by name; without a relation, of all."""
+        """The texts of an object, by id or else by name; without a relation, of all relations."""
         by_id = () if target_id is None else _lookup(self.by_id, relation, target_id)
         return by_id or _lookup(self.by_name, relation, target.strip())
 
@@ -51,7 +51,7 @@ class References:
 def _lookup(texts: Texts, relation: str | None, target: str) -> tuple[str, ...]:
     if relation is not None:
         return texts.get((relation, target), ())
-    return tuple(text for (_, name), found in texts.items() if name == target for text in found)
+    return tuple(text for (_, name), group in texts.items() if name == target for text in group)
 
 
 def read_references(path: Path) -> References:
@@ -62,9 +62,9 @@ def read_references(path: Path) -> References:
     try:
         table = _parse_json(text, path)
         texts = {
-            (relation, target.strip()): _texts(found)
+            (relation, target.strip()): _texts(values)
             for relation, objects in table.items()
-            for target, found in objects.items()
+            for target, values in objects.items()
         }
     except AttributeError as error:
         raise BadFact(
@@ -90,30 +90,30 @@ def _parse_snippets(text: str, path: Path, wanted: Container[Key] | None) -> Ref
                 f"{path}, record {number} is not a snippet ({error!r}); expected relation_id, "
                 "target_id and samples with a text each"
             ) from error
-    return References(by_id={key: tuple(found) for key, found in texts.items()})
+    return References(by_id={key: tuple(snippets) for key, snippets in texts.items()})
 
 
 def _json_elements(text: str, path: Path) -> Iterator[Any]:
     """The elements of a JSON list, parsed one at a time: the snippets are almost 1 GB."""
     decoder = json.JSONDecoder()
-    place = _skip_spaces(text, 0)
-    if not text.startswith("[", place):
+    position = _skip_spaces(text, 0)
+    if not text.startswith("[", position):
         raise BadFact(f"{path} is not a JSON list, as attribute_snippets.json is")
-    place = _skip_spaces(text, place + 1)
-    while not text.startswith("]", place):
+    position = _skip_spaces(text, position + 1)
+    while not text.startswith("]", position):
         try:
-            element, place = decoder.raw_decode(text, place)
+            element, position = decoder.raw_decode(text, position)
         except ValueError as error:
             raise BadFact(f"{path} is not JSON ({error})") from error
         yield element
-        place = _skip_spaces(text, place)
-        place = _skip_spaces(text, place + 1) if text.startswith(",", place) else place
+        position = _skip_spaces(text, position)
+        position = _skip_spaces(text, position + 1) if text.startswith(",", position) else position
 
 
-def _skip_spaces(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _skip_spaces(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 def _parse_json(text: str, path: Path) -> Any:
@@ -123,10 +123,10 @@ def _parse_json(text: str, path: Path) -> Any:
         raise BadFact(f"{path} is not JSON ({error})") from error
 
 
-def _texts(found: Any) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise BadFact(f"references must be a list of texts, not {found!r:.60}")
-    return tuple(found)
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise BadFact(f"references must be a list of texts, not {value!r:.60}")
+    return tuple(value)
 
 
 # ---- TF-IDF tables

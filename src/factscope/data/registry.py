@@ -155,12 +155,12 @@ def _given_path(name: str | Path) -> FoundData:
 
 def _in_user_folder(data: DataSetInfo) -> Iterator[Path]:
     """The matching files in $FACTSCOPE_DATA, upper folders first."""
-    chosen = os.environ.get("FACTSCOPE_DATA")
-    if not chosen:
+    setting = os.environ.get("FACTSCOPE_DATA")
+    if not setting:
         return
-    folder = Path(chosen).expanduser()
+    folder = Path(setting).expanduser()
     if not folder.is_dir():
-        raise DataNotFound(f"FACTSCOPE_DATA is {chosen!r}, which is not a folder")
+        raise DataNotFound(f"FACTSCOPE_DATA is {setting!r}, which is not a folder")
     names = [file + suffix for file in data.files for suffix in ("", ".gz")]
     for depth in ("", "*/", "*/*/"):
         for name in names:

@@ -1,8 +1,8 @@
 """Collect C = E[k kᵀ] of MLP keys: several layers in one pass over a text.
 
 The forward pass stops at the highest of the layers. Every token counts, as in the paper's code,
-including the first of each sequence. In many models its key (often that of BOS) is an outlier, far
-longer than all others; C must contain it, or an edit would change its output too.
+including the first of each sequence. In many models its key (often that of BOS) is an outlier with
+a far larger norm; C must contain it, or an edit would change its output too.
 
 Sums are kept for two halves of the text, the even and the odd sequences. Their relative difference
 ‖C₁ - C₂‖ / ‖C‖, the split-half difference, shows how well C is estimated. A long collection can
@@ -225,7 +225,7 @@ def shard_of(
 
 
 def _first_tokens(sequences: Iterable[TokenSequence], tokens: int) -> Iterator[TokenSequence]:
-    """Whole sequences until they hold that many tokens."""
+    """Sequences from the start of the text until they hold that many tokens."""
     so_far = 0
     for sequence in sequences:
         if so_far >= tokens:
@@ -237,7 +237,7 @@ def _first_tokens(sequences: Iterable[TokenSequence], tokens: int) -> Iterator[T
 def length_batches(
     lm: "LM", sequences: Iterable[TokenSequence], batch_size: int | None
 ) -> Iterator[list[TokenSequence]]:
-    """Batches of sequences of equal length, of a size that suits the device by default."""
+    """Batches of sequences of equal length; by default their size depends on the device."""
     tokens = TOKENS_PER_BATCH_GPU if on_gpu(lm) else TOKENS_PER_BATCH_CPU
     batch: list[TokenSequence] = []
     for sequence in sequences:

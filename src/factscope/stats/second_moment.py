@@ -291,12 +291,12 @@ def find_second_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> Seco
     if not given:
         return None
     if len(paths) == 1:
-        load_second_moment(paths[0]).check(lm, layer)  # its error says what does not fit
+        load_second_moment(paths[0]).check(lm, layer)  # raises an error with the reason
     headers = [(path.name, _read_header(path)) for path in paths[:8]]
-    found = [f"{name}: layer {h.get('layer')} of {h.get('model')}" for name, h in headers]
+    available = [f"{name}: layer {h.get('layer')} of {h.get('model')}" for name, h in headers]
     raise BadStats(
         f"none of the given statistics is of layer {layer} of {lm.name} as loaded here "
-        f"({'; '.join(found) or 'no files'}); collect them with "
+        f"({'; '.join(available) or 'no files'}); collect them with "
         f"`factscope stats --model {lm.name} --layers {layer}`"
     )
 
@@ -311,7 +311,7 @@ def layers_with_second_moments(lm: "LM") -> list[int]:
 
 
 def cached_path(lm: "LM", layer: int) -> Path:
-    """Where the user's cache keeps a layer's statistics."""
+    """The path of a layer's statistics in the user's cache."""
     return cache_folder() / "stats" / lm.fingerprint[:16] / file_name(layer)
 
 

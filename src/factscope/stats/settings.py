@@ -33,8 +33,8 @@ class StatsSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise BadSetting(f"shard is {self.shard!r}; write 1/4 to 4/4 for four shards")
 
     @property

@@ -96,17 +96,17 @@ def _tokenized(lm: "LM", texts: Iterable[str]) -> Iterator[list[int]]:
     """Each document's tokens, all but the first preceded by the end-of-text token."""
     end = lm.tokenizer.eos_token_id
     separator: list[int] = []
-    for some in _batched(texts, TOKENIZER_BATCH):
+    for batch in _batched(texts, TOKENIZER_BATCH):
         # verbose=False: no warning about documents that are longer than the model's context.
-        for ids in lm.tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+        for ids in lm.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             yield separator + ids
             separator = [] if end is None else [end]
 
 
 def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    left = iter(items)
-    while some := list(islice(left, size)):
-        yield some
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
 
 
 def documents(path: Path, seed: int = 0) -> Iterator[str]:
@@ -116,15 +116,15 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
     file that is too large to hold in memory is read in its own order.
     """
     try:
-        found = _text_blocks(path)
+        texts = _text_blocks(path)
         if path.stat().st_size <= MAX_SHUFFLED_BYTES:
-            texts = list(found)
-            random.Random(seed).shuffle(texts)
-            found = iter(texts)
-        first = next(found, None)
+            shuffled = list(texts)
+            random.Random(seed).shuffle(shuffled)
+            texts = iter(shuffled)
+        first = next(texts, None)
         if first is None:
             raise BadSetting(f"the text file {path} is empty; give another one")
-        yield from chain([first], found)
+        yield from chain([first], texts)
     except (OSError, EOFError, zlib.error) as error:
         raise BadSetting(f"cannot read the text file {path}: {error}") from error
 

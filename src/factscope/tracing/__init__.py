@@ -1,1 +1,1 @@
-"""Locate: which hidden states carry a fact (paper §2)."""
+"""Causal tracing: which hidden states carry a fact (paper §2)."""

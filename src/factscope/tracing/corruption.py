@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MIN_FACTS = 20
-"""With fewer facts σ is measured on the subjects of the package's own facts."""
+"""With fewer facts, σ is measured on the subjects of `everyday_facts`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,8 +46,8 @@ class NoiseScale:
 
 
 def default_noise_scale(lm: LM, corruption: Corruption, facts: Sequence[Fact]) -> NoiseScale:
-    """Measure the scale on the facts' subjects and prompts; on the package's own facts if there are
-    few."""
+    """Measure the scale on the facts' subjects and prompts; on `everyday_facts` if there are
+    fewer than `MIN_FACTS`."""
     if len(facts) < MIN_FACTS:
         facts = everyday_facts()
     return measure_noise_scale(lm, corruption, [f.subject for f in facts], [f.text for f in facts])
@@ -58,7 +58,7 @@ def measure_noise_scale(
 ) -> NoiseScale:
     """Measure σ on the subjects, each tokenized alone; for `embedding` noise μ and Σ on the texts.
 
-    The paper's code tokenizes subjects alone, too.
+    The paper's code also tokenizes subjects alone.
     """
     sigma = _embeddings(lm, subjects).std().item()
     if corruption.distribution != "embedding":

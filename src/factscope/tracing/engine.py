@@ -3,8 +3,8 @@
 Restoring the state at (token t, layer l) changes nothing below layer l and nothing left of t. So
 the clean and the corrupted run are computed once, and one pass upwards carries all *pending*
 restorations: at each layer those that began below it advance by one block, over their tokens
-t … T-1 only, attending to the corrupted run's keys and values left of t; then the layer's own
-restorations join. The weights of a layer are read once for all cells.
+t … T-1 only, attending to the corrupted run's keys and values left of t; then the restorations
+at that layer join. The weights of a layer are read once for all cells.
 
 A restoration's tokens t … T-1 are a *segment*. The segments of one corrupted row are packed into
 rows of about `SLOTS` slots, so that batches are dense and attention works on full tiles. The
@@ -82,16 +82,16 @@ def restore(
 ) -> Float[Tensor, "segment layer"]:
     """The answer's probability with each segment's first token restored at each layer."""
     table = torch.empty(len(segments), lm.n_layers)
-    number = {id(segment): i for i, segment in enumerate(segments)}
+    index_of = {id(segment): i for i, segment in enumerate(segments)}
     for group, packable in _groups(lm, segments):
         rows = pack_segments(group, packable=packable)
         size = sizes.rows(max(sum(map(len, row)) for row in rows))
         for i in range(0, len(rows), size):
             packed = lay_out_segments(rows[i : i + size], run.inputs.device)
-            cells = [number[id(segment)] for segment in packed.segments]
-            done = len(cells) / len(segments)
+            cells = [index_of[id(segment)] for segment in packed.segments]
+            weight = len(cells) / len(segments)
             compute = partial(
-                propagate, lm, run, packed, restoration, sizes, lambda f, d=done: progress(f * d)
+                propagate, lm, run, packed, restoration, sizes, lambda f, w=weight: progress(f * w)
             )
             table[cells] = accelerated(lm, compute).T.cpu()
     return table
@@ -119,21 +119,21 @@ def propagate(
     pending = run.inputs.new_empty(layers, *shape, run.inputs.shape[-1])
     replay, at_once = Replay(lm, run, packed.view), sizes.layers(shape.numel())
     work = sum(layers - restoration.entry(layer) for layer in range(layers))
-    joined = 0
+    started = 0
     for layer in range(layers + 1):
-        while joined < layers and restoration.entry(joined) <= layer:
-            pending[joined] = _first_states(run, packed, restoration, joined)
-            joined += 1
+        while started < layers and restoration.entry(started) <= layer:
+            pending[started] = _first_states(run, packed, restoration, started)
+            started += 1
         if layer == layers:
             break
-        for first in range(0, joined, at_once):
-            some = pending[first : min(joined, first + at_once)]
-            hidden = some.flatten(0, 1)
-            with _intervened(lm, run, packed, restoration, layer, first, len(some)):
+        for first in range(0, started, at_once):
+            batch = pending[first : min(started, first + at_once)]
+            hidden = batch.flatten(0, 1)
+            with _intervened(lm, run, packed, restoration, layer, first, len(batch)):
                 output = lm.blocks[layer](hidden, **replay.arguments(layer, hidden))
             output = output[0] if isinstance(output, tuple) else output
-            some.copy_(output.view(some.shape))
-        progress(joined / max(1, work))
+            batch.copy_(output.view(batch.shape))
+        progress(started / max(1, work))
     return _answer_probabilities(lm, packed, pending, sizes)
 
 
@@ -166,7 +166,7 @@ def _intervened(
     first: int,
     count: int,
 ) -> Iterator[None]:
-    """Inside, a block call on cells first … first+count restores and freezes what it must."""
+    """Inside, a block call on `count` cells from `first` on restores and freezes module outputs."""
     hooks: list[tuple[torch.nn.Module, Callable[[Tensor], None]]] = []
     shape = (count, *packed.view.position.shape, -1)
     if restoration.sever is not None:
@@ -181,20 +181,23 @@ def _intervened(
     if restoration.kind != "states" and active:
         clean = _take(run.contributions[restoration.kind][layer], packed.clean, packed.token)
         row, slot = packed.packed_row.to(clean.device), packed.first.to(clean.device)
-        some = slice(active[0], active[-1] + 1)  # windows move up by one: active cells are a range
+        # Windows of consecutive cells differ by one layer, so the active cells are a range.
+        cells = slice(active[0], active[-1] + 1)
 
         def put_clean(out: Tensor) -> None:
-            out.view(shape)[some, row, slot] = clean
+            out.view(shape)[cells, row, slot] = clean
 
         hooks.append((lm.contribution(restoration.kind, layer), put_clean))
     with hook_outputs(*hooks):
         yield
 
 
-def _freeze(corrupted: Tensor, packed: "PackedSegments", every: bool) -> Callable[[Tensor], None]:
+def _freeze(
+    corrupted: Tensor, packed: "PackedSegments", all_tokens: bool
+) -> Callable[[Tensor], None]:
     """A function that overwrites a module's output with its corrupted values."""
     view = packed.view
-    if every:
+    if all_tokens:
         values = _take(corrupted, view.row[:, None], view.position)
         return lambda out: out.__setitem__(slice(None), values)
     values = _take(corrupted, packed.row, packed.token)
@@ -237,7 +240,7 @@ class PackedSegments:
 def pack_segments(segments: Sequence[Segment], *, packable: bool = True) -> list[list[Segment]]:
     """Distribute the segments of each corrupted row to packed rows, first fit, longest first.
 
-    Without `packable`, each segment has a row of its own.
+    If not `packable`, each segment gets its own row.
     """
     by_row: dict[int, list[Segment]] = {}
     for segment in sorted(segments, key=len, reverse=True):
@@ -249,7 +252,7 @@ def pack_segments(segments: Sequence[Segment], *, packable: bool = True) -> list
 
 
 def _even_width(row: list[Segment]) -> int:
-    """Slots per packed row such that a row's segments fill them evenly."""
+    """Slots per packed row if a row's segments are spread evenly."""
     total = sum(map(len, row))
     return max(len(row[0]), -(-total // -(-total // SLOTS)))
 
@@ -257,17 +260,17 @@ def _even_width(row: list[Segment]) -> int:
 def _first_fit(row: list[Segment], width: int) -> list[list[Segment]]:
     packed: list[list[Segment]] = []
     for segment in row:
-        fitting = (held for held in packed if sum(map(len, held)) + len(segment) <= width)
-        held = next(fitting, None)
-        if held is None:
-            packed.append([segment])
+        for segments in packed:
+            if sum(map(len, segments)) + len(segment) <= width:
+                segments.append(segment)
+                break
         else:
-            held.append(segment)
+            packed.append([segment])
     return packed
 
 
 def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedSegments:
-    """The tensors that say where every segment is."""
+    """Build the tensors that locate every segment in the packed rows."""
     width = max(sum(map(len, row)) for row in rows)
     position = torch.zeros(len(rows), width, dtype=torch.long)
     start = torch.full((len(rows), width), -1)

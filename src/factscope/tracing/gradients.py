@@ -37,7 +37,7 @@ def integrated_gradients(
     path: Literal["layer", "state"] = "layer",
     steps: int = 50,
 ) -> Float[Tensor, "token layer"]:
-    """The norm of the integrated gradient of every state, or MLP or attention output."""
+    """Norms of the integrated gradients of all states, MLP outputs or attention outputs."""
     layers = [
         attributions(lm, ids, answer, kind, layer, path=path, steps=steps).norm(dim=-1)
         for layer in range(lm.n_layers)
@@ -55,7 +55,7 @@ def attributions(
     path: Literal["layer", "state"] = "layer",
     steps: int = 50,
 ) -> Float[Tensor, "token width"]:
-    """IG of one layer's states, or of its MLP or attention outputs, for every entry."""
+    """Integrated gradients of one layer's states, MLP outputs or attention outputs."""
     keep = () if kind == "states" else (kind,)
     run = forward(lm, torch.tensor([ids], device=lm.device), keep=keep)
     end = (run.states if kind == "states" else run.contributions[kind])[layer]
@@ -63,12 +63,12 @@ def attributions(
     scales = _scales(nodes, len(ids), path)
     weights = weights.repeat(len(scales) // steps)
     total = torch.zeros_like(end[0])
-    for some, weight in zip(
+    for alpha, weight in zip(
         scales.split(NODES_PER_PASS), weights.split(NODES_PER_PASS), strict=True
     ):
-        some = some.to(end)[:, :, None]
-        gradient = _gradient(lm, run, end * some, answer, kind, layer)
-        moved = (some != 1).to(end)  # with path="state", the states that stay at h do not count
+        alpha = alpha.to(end)[:, :, None]
+        gradient = _gradient(lm, run, end * alpha, answer, kind, layer)
+        moved = (alpha != 1).to(end)  # with path="state", the states that stay at h do not count
         total += (gradient * moved * weight.to(end)[:, None, None]).sum(0)
     return (total * end[0]).float().cpu()
 
@@ -77,8 +77,8 @@ def _scales(nodes: Tensor, length: int, path: str) -> Float[Tensor, "node token"
     """The factor α of every token's state at each node of each path."""
     if path == "layer":
         return nodes[:, None].expand(-1, length)
-    own = torch.eye(length, dtype=torch.bool)
-    return torch.where(own[:, None, :], nodes[None, :, None], 1.0).flatten(0, 1)
+    diagonal = torch.eye(length, dtype=torch.bool)
+    return torch.where(diagonal[:, None, :], nodes[None, :, None], 1.0).flatten(0, 1)
 
 
 def _gradient(

@@ -27,22 +27,22 @@ def find_known(
 ) -> Iterator[tuple[Fact, str]]:
     """The known facts, each with the generated text; prompts are extended up to the object."""
     for start in range(0, len(facts), batch_size):
-        some = facts[start : start + batch_size]
-        texts = generate_greedy(lm, [fact.text for fact in some], max_new_tokens)
-        for fact, text in zip(some, texts, strict=True):
+        batch = facts[start : start + batch_size]
+        texts = generate_greedy(lm, [fact.text for fact in batch], max_new_tokens)
+        for fact, text in zip(batch, texts, strict=True):
             if fact.target is None:
                 raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
             before = text_before_target(fact.target, text)
             if before is not None and SUBJECT_SLOT not in before:
                 yield replace(fact, prompt=(fact.prompt + before).rstrip()), text
-        progress(len(some) / len(facts))
+        progress(len(batch) / len(facts))
 
 
 def text_before_target(target: str, text: str) -> str | None:
     """The text before the target; None if it is missing or a capitalised word precedes it."""
-    found = re.search(rf"(?<!\w){re.escape(target.strip())}(?!\w)", text)
-    if found is None:
+    match = re.search(rf"(?<!\w){re.escape(target.strip())}(?!\w)", text)
+    if match is None:
         return None
-    before = text[: found.start()]
+    before = text[: match.start()]
     initials = re.findall(r"(?<!\w)[^\W\d_]", before)
     return None if any(letter.isupper() for letter in initials) else before

@@ -1,8 +1,7 @@
 """Reference implementation of causal tracing: one hooked forward pass per cell.
 
-This is how the paper's code works, slow and obvious: one fact at a time, the noise drawn again and
-the whole model run in every pass. The engine must give the same numbers, and benchmarks measure
-its speedup over this.
+It works like the paper's code: one fact at a time; every pass samples the noise again and runs the
+full model. Tests check that the engine gives the same numbers; benchmarks measure its speedup.
 """
 
 from collections.abc import Callable
@@ -61,17 +60,17 @@ class ReferenceTrace:
         return self._score(self._restore(kind, token, layer))
 
     def severed(self, module: str, token: int, layer: int) -> float:
-        """The same for a state, with a module frozen at its corrupted values in all layers."""
+        """P*[o] with one state restored and a module frozen at its corrupted outputs."""
         corrupted = forward(
             self.lm, self.ids, keep=("attn", "mlp"), embed=self._corrupt_embeddings
         ).contributions[module]
         tokens = slice(None) if self.settings.freeze_at == "all" else slice(token, token + 1)
 
         def freeze(layer: int) -> Callable[[Tensor], None]:
-            def put(out: Tensor) -> None:
+            def overwrite(out: Tensor) -> None:
                 out.view(corrupted[layer].shape)[1:, tokens] = corrupted[layer][1:, tokens]
 
-            return put
+            return overwrite
 
         layers = range(self.lm.n_layers)
         hooks: list[Hook] = [(self.lm.contribution(module, i), freeze(i)) for i in layers]

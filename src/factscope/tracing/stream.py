@@ -36,7 +36,7 @@ TableName = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CellUpdate:
-    """New values of some cells of a table."""
+    """New values of a table's cells."""
 
     table: Literal["restored", "severed", "gradients"]
     kind: str
@@ -60,7 +60,7 @@ def stream_trace(
 ) -> Iterator[TraceRecord | CellUpdate]:
     """Trace one fact: a record without tables, cell updates, and the full record.
 
-    `only` restricts the settings' tables to some, e.g. [("gradients", "states")]. An exception
+    `only` restricts the tables to the named ones, e.g. [("gradients", "states")]. An exception
     raised by `progress` stops the trace.
     """
     settings = settings or Tracing()
@@ -78,7 +78,7 @@ def stream_answer(
     progress: Progress,
     only: Collection[TableName] | None = None,
 ) -> Iterator[TraceRecord | CellUpdate]:
-    """The same for a fact whose clean answer is known."""
+    """Trace one fact, given its clean answer."""
     batch = TraceBatch(lm=lm, answers=[answer], settings=settings, scale=scale)
     [record], baseline = batch.corrupted_records()
     yield record
@@ -136,10 +136,10 @@ class _StreamedTables:
         """All tables refined by the other samples, a few at a time."""
         others = range(1, self.batch.samples)
         for start in range(0, len(others), SAMPLES_PER_UPDATE):
-            some = others[start : start + SAMPLES_PER_UPDATE]
+            samples = others[start : start + SAMPLES_PER_UPDATE]
             for name, restoration in self.restorations.items():
                 tokens = self.batch.restored_tokens(self.answer, restoration)
-                yield self._restore(name, tokens[::-1], some)
+                yield self._restore(name, tokens[::-1], samples)
 
     def gradients(self) -> Iterator[CellUpdate]:
         """Integrated gradients, layer by layer from the lowest."""
@@ -147,8 +147,8 @@ class _StreamedTables:
         path = self.batch.settings.gradient_path
         for kind, norms in self.norms.items():
             for layer in range(lm.n_layers):
-                found = attributions(lm, prompt.ids, self.answer.answer_id, kind, layer, path=path)
-                norms[:, layer] = found.norm(dim=-1)
+                ig = attributions(lm, prompt.ids, self.answer.answer_id, kind, layer, path=path)
+                norms[:, layer] = ig.norm(dim=-1)
                 self.progress(1 / lm.n_layers / self.n_tables)
                 yield CellUpdate(
                     table="gradients",
@@ -172,7 +172,7 @@ class _StreamedTables:
     def _restore(
         self, name: TableName, tokens: Sequence[int], samples: Sequence[int]
     ) -> CellUpdate:
-        """Restore some tokens in some samples; the cells become the mean of all samples so far."""
+        """Restore tokens in further samples; the cells become the mean over all samples so far."""
         restoration, sums = self.restorations[name], self.sums[name]
         segments = self.batch.segments(0, samples, tokens)
         length = self.shape[0]

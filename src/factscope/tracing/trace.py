@@ -221,7 +221,7 @@ class TraceBatch:
         return list(range(answer.subject[0], len(answer.prompt)))
 
     def baseline_tokens(self, answer: CleanAnswer, restoration: Restoration) -> list[int]:
-        """Tokens left of the subject: both runs agree there, so a table holds the baseline."""
+        """Tokens left of the subject: both runs agree there, so their cells equal the baseline."""
         if restoration.sever and self.settings.sever_tokens == "last_subject":
             return []
         return list(range(answer.subject[0]))
@@ -249,12 +249,12 @@ class TraceBatch:
     ) -> list[CellTable]:
         """A table per fact: each cell's mean probability over the samples."""
         tokens = [self.restored_tokens(answer, restoration) for answer in self.answers]
-        parts = cells.split([self.samples * len(some) for some in tokens])
+        parts = cells.split([self.samples * len(restored) for restored in tokens])
         tables = []
-        for answer, some, part, p in zip(self.answers, tokens, parts, baseline, strict=True):
+        for answer, restored, part, p in zip(self.answers, tokens, parts, baseline, strict=True):
             table = torch.full((len(answer.prompt), self.lm.n_layers), torch.nan)
             table[self.baseline_tokens(answer, restoration)] = p
-            table[some] = part.view(self.samples, len(some), -1).mean(0)
+            table[restored] = part.view(self.samples, len(restored), -1).mean(0)
             tables.append(as_cell_table(table.tolist()))
         return tables
 
@@ -307,9 +307,9 @@ def trace_batch(
     half = max(1, len(answers) // 2)
     records = []
     for i in range(0, len(answers), half):
-        some = answers[i : i + half]
-        part = nested.within(i / len(answers), len(some) / len(answers))
-        records += trace_batch(lm, some, settings, scale, budget.half(), part)
+        part_answers = answers[i : i + half]
+        part = nested.within(i / len(answers), len(part_answers) / len(answers))
+        records += trace_batch(lm, part_answers, settings, scale, budget.half(), part)
     return records
 
 
@@ -372,10 +372,10 @@ def trace_many(
     budget = Budget.of(lm, memory)
     progress(sum(fact in finished for fact in facts) / max(1, len(facts)))
     for start in range(0, len(facts), LOOKAHEAD):
-        some = facts[start : start + LOOKAHEAD]
-        if all(fact in finished for fact in some):
+        group = facts[start : start + LOOKAHEAD]
+        if all(fact in finished for fact in group):
             continue
-        answers = [a for a in clean_answers(lm, some, settings) if a.fact not in finished]
+        answers = [a for a in clean_answers(lm, group, settings) if a.fact not in finished]
         for answer in answers:
             if not answer.known:
                 yield _record(lm, answer, (), settings.to_dict())
