@@ -1,1 +1,1 @@
-"""A language model one can look into, whatever its family calls its parts."""
+"""Language models of any family: load them, read and replace activations, generate text."""

@@ -1,11 +1,11 @@
-"""Check that a family's entry fits a loaded model, so that a wrong name fails on loading.
+"""Check a family's entry against a loaded model, so that a wrong module name fails at load time.
 
-1. Every name leads to a module of the right kind and shape.
+1. Every name refers to a module of the right kind and shape.
 2. The last hidden state, decoded, gives the model's logits.
 3. The blocks, called one by one, reproduce every layer's hidden states.
-4. W k + b of the MLP's output projection is what that module returns.
-5. A plain English sentence is at least as likely as chance. This one only warns, since the cause
-   is the tokenizer, not the entry.
+4. The MLP's output projection returns W k + b.
+5. An English sentence is at least as likely as chance. This check only warns, since the cause is
+   the tokenizer, not the entry.
 """
 
 import logging
@@ -50,25 +50,25 @@ def check_family(lm: LM) -> None:
 
 def _check_modules(lm: LM) -> None:
     if _module(lm, lm.model, "embed") is not lm.model.get_input_embeddings():
-        raise _misfit(lm, "embed", "is not the model's input embedding")
+        raise _field_error(lm, "embed", "is not the model's input embedding")
     blocks = _module(lm, lm.model, "blocks")
     if not isinstance(blocks, nn.ModuleList):
-        raise _misfit(lm, "blocks", f"is a {type(blocks).__name__}, not a list of blocks")
+        raise _field_error(lm, "blocks", f"is a {type(blocks).__name__}, not a list of blocks")
     block = blocks[0]
     outputs = {field: _module(lm, block, field) for field in ("attn_out", "mlp_out")}
     if outputs["attn_out"] is outputs["mlp_out"]:
-        raise _misfit(lm, "mlp_out", "is the attention's output projection")
+        raise _field_error(lm, "mlp_out", "is the attention's output projection")
     _module(lm, block, "mlp_act")
     for field in ("attn_in", "mlp_in"):
         for name in getattr(lm.family, field):
             if not hasattr(_module(lm, block, field, name), "weight"):
-                raise _misfit(lm, field, f"has no weight at {name}")
+                raise _field_error(lm, field, f"has no weight at {name}")
     for field, module in outputs.items():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise _misfit(lm, field, "is not a module with a weight matrix")
+            raise _field_error(lm, field, "is not a module with a weight matrix")
         if lm.width != weight.shape[1 if lm.family.transposed else 0]:
-            raise _misfit(
+            raise _field_error(
                 lm,
                 field,
                 f"has a weight of shape {tuple(weight.shape)}, whose output is not a hidden state "
@@ -80,22 +80,24 @@ def _module(lm: LM, parent: nn.Module, field: str, name: str | None = None) -> n
     try:
         return parent.get_submodule(name or getattr(lm.family, field))
     except AttributeError as error:
-        raise _misfit(lm, field, f"does not exist ({error})") from error
+        raise _field_error(lm, field, f"does not exist ({error})") from error
 
 
 def _check_equal(
-    lm: LM, what: str, found: Float[Tensor, "..."], expected: Float[Tensor, "..."]
+    lm: LM, what: str, actual: Float[Tensor, "..."], expected: Float[Tensor, "..."]
 ) -> None:
-    if found.shape != expected.shape:
-        raise _error(lm, f"{what} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    if actual.shape != expected.shape:
+        raise _error(
+            lm, f"{what} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        )
     tolerance = 1e-3 if lm.dtype == torch.float32 else 0.1
     scale = expected.float().abs().max().item() or 1.0
-    gap = (found.to(expected.device).float() - expected.float()).abs().max().item() / scale
+    gap = (actual.to(expected.device).float() - expected.float()).abs().max().item() / scale
     if not gap <= tolerance:  # also for NaN
         raise _error(lm, f"{what} has a relative error of {gap:.1e}, more than {tolerance:g}")
 
 
-def _misfit(lm: LM, field: str, problem: str) -> BadModelFile:
+def _field_error(lm: LM, field: str, problem: str) -> BadModelFile:
     return _error(lm, f"{field} ({getattr(lm.family, field)}) {problem}")
 
 

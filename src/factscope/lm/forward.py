@@ -1,4 +1,4 @@
-"""One forward pass with its activations: states, keys and values, and each block's arguments."""
+"""Forward pass that records hidden states, keys and values, and each block's arguments."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ __all__ = ["ActivationCache", "forward", "mlp_keys", "token_probability"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCache:
-    """The activations of a forward pass over some rows of tokens."""
+    """The activations of a forward pass over rows of tokens."""
 
     inputs: Float[Tensor, "row token width"]
     """The states before the first block."""
@@ -35,11 +35,11 @@ class ActivationCache:
 
     def with_half_keys(self) -> "ActivationCache":
         """The same with keys and values in float16."""
-        keys, values = ([x.half() for x in some] for some in (self.keys, self.values))
+        keys, values = ([x.half() for x in layers] for layers in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def select(self, rows: Int[Tensor, " some"]) -> "ActivationCache":
-        """What a replay of some of the rows needs: their keys and values, and the arguments."""
+    def select(self, rows: Int[Tensor, " selected"]) -> "ActivationCache":
+        """The part that a replay of these rows needs: inputs, keys, values and block arguments."""
         all_rows = len(self.inputs)
 
         def cut(name: str, value: Any) -> Any:
@@ -67,11 +67,11 @@ def forward(
     keep: Sequence[str] = (),
     embed: Callable[[Tensor], Tensor | None] | None = None,
 ) -> ActivationCache:
-    """Run the model over the rows and keep what tracing and editing need.
+    """Run the model and record hidden states, keys, values and block arguments.
 
     Shorter rows are padded on the right with any token: a causal model's real tokens do not attend
     to padding, so no mask is needed. `embed` may change the token embeddings; `keep` names the
-    contributions ("attn", "mlp") to keep.
+    contributions ("attn", "mlp") to record.
     """
     from transformers import DynamicCache
 
@@ -80,21 +80,21 @@ def forward(
     states: list[Tensor] = []
     block_args: list[dict[str, Any]] = []
 
-    def keep_output(name: str) -> Callable[[Tensor], None]:
-        # Falcon adds to what its MLP returned in place: keep a copy.
+    def record_output(name: str) -> Callable[[Tensor], None]:
+        # Falcon adds in place to its MLP's output, so copy it.
         return lambda out: contributions[name].append(out.clone().view(rows, length, -1))
 
     outputs: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor | None]]]
     outputs = [(block, states.append) for block in lm.blocks]
     for name in keep:
-        outputs += [(lm.contribution(name, i), keep_output(name)) for i in range(lm.n_layers)]
+        outputs += [(lm.contribution(name, i), record_output(name)) for i in range(lm.n_layers)]
     if embed is not None:
         outputs.append((lm.embed, embed))
-    listen = [(block, _collect(block, block_args)) for block in lm.blocks]
-    # A plain cache keeps every key; one made from the config would drop those that left a
-    # sliding window, and the replay selects by mask instead.
+    calls = [(block, _record_args(block, block_args)) for block in lm.blocks]
+    # A cache without a config holds every key. One with a config drops keys outside a sliding
+    # window, but the replay needs them and applies the mask itself.
     cache = DynamicCache()
-    with hook_outputs(*outputs), hook_calls(*listen):
+    with hook_outputs(*outputs), hook_calls(*calls):
         lm.model.base_model(ids, past_key_values=cache, use_cache=True)
     layers: Any = cache.layers
     return ActivationCache(
@@ -107,17 +107,17 @@ def forward(
     )
 
 
-def _collect(block: torch.nn.Module, block_args: list[dict[str, Any]]) -> Callable[..., None]:
-    """Collect a block's arguments by name."""
+def _record_args(block: torch.nn.Module, block_args: list[dict[str, Any]]) -> Callable[..., None]:
+    """A hook that appends a block's arguments, by name."""
     signature = _signature(type(block))
 
-    def collect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature.bind(block, *args, **kwargs).arguments
         bound.pop("self")
-        rest = bound.pop("kwargs", {})
-        block_args.append({**bound, **rest})
+        extra = bound.pop("kwargs", {})
+        block_args.append({**bound, **extra})
 
-    return collect
+    return record
 
 
 @cache
@@ -128,10 +128,10 @@ def _signature(kind: type[torch.nn.Module]) -> inspect.Signature:
 @torch.no_grad()
 def mlp_keys(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
     """k: the input of a layer's MLP output weight."""
-    kept: list[Tensor] = []
-    with hook_calls((lm.mlp_out(layer), lambda args, _: kept.append(args[0]))):
+    keys: list[Tensor] = []
+    with hook_calls((lm.mlp_out(layer), lambda args, _: keys.append(args[0]))):
         lm.model.base_model(ids, use_cache=False)
-    return kept[0].reshape(*ids.shape, -1)
+    return keys[0].reshape(*ids.shape, -1)
 
 
 def token_probability(

@@ -54,8 +54,8 @@ def top_next_tokens(lm: "LM", text: str, count: int) -> list[tuple[str, float]]:
     ids = encode(lm, text).ids
     states = lm.model.base_model(torch.tensor([ids], device=lm.device), use_cache=False)
     best = lm.head(states.last_hidden_state[:, -1]).float().softmax(-1)[0].topk(count)
-    found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [(decode_continuation(lm, ids, [token]), probability) for token, probability in found]
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(decode_continuation(lm, ids, [token]), probability) for token, probability in pairs]
 
 
 def generate_greedy(lm: "LM", texts: Sequence[str], tokens: int, *, rows: int = 64) -> list[str]:
@@ -129,29 +129,29 @@ def sample_texts(
     k: int,
     static: bool | None = None,
 ) -> list[list[int]]:
-    """Every row continued to as many tokens as it has draws, each sampled from the k likeliest.
+    """Continue every row to as many tokens as it has draws, sampling from the k likeliest.
 
-    k = 1 is greedy. Nothing stops at an end of text. All rows begin at the first position, so none
-    needs padding or a mask: a row with a longer prompt takes its next token from the prompt while
-    another already takes it from the model. `static` decoding is used on a GPU by default.
+    k = 1 is greedy. Rows continue past an end-of-text token. All rows begin at the first position,
+    so none needs padding or a mask: a row with a longer prompt takes its next token from the prompt
+    while another already takes it from the model. By default, decoding is `static` on a GPU.
     """
     from transformers import DynamicCache
 
     from factscope.lm.accel.decode import static_decode
 
     length = draws.shape[1]
-    given = _given_tokens(rows, length).to(lm.device)
+    prompts = _prompt_tokens(rows, length).to(lm.device)
     draws = draws.to(lm.device)
 
     def choose(logits: Float[Tensor, "row vocabulary"], position: int | Tensor) -> Tensor:
-        """The tokens at a position: the prompt's own, or sampled ones."""
-        at = torch.as_tensor(position, device=given.device).reshape(1)
-        own = given.index_select(1, at)[:, 0]
+        """The tokens at a position: those of the prompt, or sampled ones after its end."""
+        at = torch.as_tensor(position, device=prompts.device).reshape(1)
+        given = prompts.index_select(1, at)[:, 0]
         draw = draws.index_select(1, at)[:, 0].to(logits.device)
-        return torch.where(own < 0, _sampled(logits, draw, k).to(own.device), own)
+        return torch.where(given < 0, _sampled(logits, draw, k).to(given.device), given)
 
     shortest = min(map(len, rows))
-    ids, cache = given.clone(), DynamicCache()
+    ids, cache = prompts.clone(), DynamicCache()
     new = ids[:, : min(shortest, length)]
     for position in range(shortest, length):
         states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
@@ -165,7 +165,7 @@ def sample_texts(
     return ids.tolist()
 
 
-def _given_tokens(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "row position"]:
+def _prompt_tokens(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "row position"]:
     """The prompts' tokens, and -1 where the model generates."""
     prompts = [torch.tensor(list(row)[:length]) for row in rows]
     padded = pad_sequence(prompts, batch_first=True, padding_value=-1)
@@ -175,7 +175,7 @@ def _given_tokens(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "ro
 def _sampled(
     logits: Float[Tensor, "row vocabulary"], draws: Float[Tensor, " row"], k: int
 ) -> Int[Tensor, " row"]:
-    """One of the k likeliest tokens each, by inverting the cumulative distribution at the draw."""
+    """Sample from the k likeliest tokens by inverting the cumulative distribution at the draw."""
     best = logits.float().topk(min(k, logits.shape[-1]))
     cumulative = best.values.softmax(-1).cumsum(-1)[:, :-1]
     chosen = (draws[:, None] >= cumulative).sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Convert a GGUF file to safetensors and a fast tokenizer.
 
-transformers reads the weights. This module removes the quantisation marks, which transformers
-refuses to save, and corrects what it ignores in the tokenizer: BOS and the splitting of digits.
+transformers reads the weights. This module removes the quantisation config, with which
+transformers refuses to save, and corrects the tokenizer: BOS and the splitting of digits.
 """
 
 from pathlib import Path
@@ -83,10 +83,10 @@ def _model(path: Path) -> Any:
     broken = sorted(info["missing_keys"]) + [n for n, w in state.items() if not w.isfinite().all()]
     if broken:
         raise BadModelFile(f"{path} has missing, NaN or infinite weights: {', '.join(broken[:3])}")
-    # A fresh model of the same configuration, without the marks of quantisation.
+    # A new model of the same configuration, without its quantisation config.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    dtype = _narrowest(state)
+    dtype = _narrowest_dtype(state)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict({n: w.to(dtype) for n, w in state.items()}, assign=True)
@@ -95,7 +95,7 @@ def _model(path: Path) -> Any:
     return model
 
 
-def _narrowest(state: dict[str, Any]) -> Any:
+def _narrowest_dtype(state: dict[str, Any]) -> Any:
     """The narrowest dtype that holds every weight exactly.
 
     A quantised weight is for instance d·q + m with float16 d and m and a 4-bit q, and needs float32

@@ -24,7 +24,7 @@ def hook_outputs(
 ) -> Iterator[None]:
     """Call each function with its module's output; a returned tensor replaces it.
 
-    Of a module that returns a tuple, as some families' blocks do, the function gets the first item.
+    If a module returns a tuple, as some families' blocks do, the function gets its first item.
     """
 
     def hook_for(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def hook_outputs(
 
         return hook
 
-    with _removed(m.register_forward_hook(hook_for(f)) for m, f in pairs):
+    with _temporary(m.register_forward_hook(hook_for(f)) for m, f in pairs):
         yield
 
 
@@ -52,7 +52,7 @@ def hook_calls(
 
         return hook
 
-    with _removed(m.register_forward_pre_hook(hook_for(f), with_kwargs=True) for m, f in pairs):
+    with _temporary(m.register_forward_pre_hook(hook_for(f), with_kwargs=True) for m, f in pairs):
         yield
 
 
@@ -68,12 +68,13 @@ def hook_io(
 
         return hook
 
-    with _removed(m.register_forward_hook(hook_for(f)) for m, f in pairs):
+    with _temporary(m.register_forward_hook(hook_for(f)) for m, f in pairs):
         yield
 
 
 @contextmanager
-def _removed(handles: Iterable[Any]) -> Iterator[None]:
+def _temporary(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove registered hooks at the end of the block."""
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)

@@ -29,7 +29,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """A size as people write it: "4GiB", "500M", "123456"."""
+    """Parse a size in bytes: "4GiB", "500M", "123456"."""
     short = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = short[-1:] if short[-1:] in UNITS else ""
     try:
@@ -69,7 +69,7 @@ class Budget:
 
     @classmethod
     def of(cls, lm: "LM", bound: int | None) -> "Budget":
-        """The given bound, or one that suits the device."""
+        """The given bound, or the device's default: 60 % of a GPU's free memory, or 512 MiB."""
         if bound is not None:
             return cls(bound)
         return cls(int(free_memory(lm.device) * 0.6) if on_gpu(lm) else 2**29)
@@ -89,7 +89,7 @@ class Budget:
         return max(1, min(limit, self.bytes // 4 // (row * (1 + samples))))
 
     def batch_sizes(self, lm: "LM") -> BatchSizes:
-        """How to split a trace: half of the bound for pending states, a quarter for a block's own
+        """How to split a trace: half of the bound for pending states, a quarter for a block's
         activations, an eighth for logits."""
         item = lm.dtype.itemsize
         keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
@@ -106,7 +106,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def retry_smaller(solve: Callable[[int], T], size: int) -> tuple[T, int]:
-    """solve(size), with half the size whenever memory runs out; and the size that worked."""
+    """Call solve(size), halving the size whenever memory runs out; also return the final size."""
     while True:
         try:
             return solve(size), size
@@ -140,6 +140,6 @@ def run_in_batches(
         return solve(batch, nested.within(start / len(items), len(batch) / len(items)))
 
     while len(results) < len(items):
-        more, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
-        results += more
+        batch_results, size = retry_smaller(solve_next, min(size, len(items) - len(results)))
+        results += batch_results
     return results

@@ -1,4 +1,4 @@
-"""LM: a model, its tokenizer and where its family keeps embedding, blocks, MLPs and head."""
+"""LM: a model with its tokenizer and access to its embedding, blocks, MLPs and head."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ __all__ = ["LM"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LM:
-    """A model with its tokenizer and its family's row of module names."""
+    """A model with its tokenizer and its family's module names."""
 
     model: Any
     """A transformers decoder model with a language-modelling head."""
@@ -26,7 +26,7 @@ class LM:
     family: Family
     name: str
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Per-model cache: values derived from this model, under keys of the modules that made them."""
+    """Per-model cache of values derived from the weights, such as fast layers."""
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -50,7 +50,7 @@ class LM:
 
     @property
     def context(self) -> int | None:
-        """The longest prompt in tokens, if the config says."""
+        """The longest prompt in tokens, if the config gives it."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
@@ -69,7 +69,7 @@ class LM:
         return self.blocks[layer].get_submodule(path)
 
     def mlp_out(self, layer: int) -> nn.Module:
-        """The MLP's output weight."""
+        """The MLP's output projection."""
         return self.contribution("mlp", layer)
 
     def mlp_weight(self, layer: int) -> Float[Tensor, "value key"]:
@@ -93,8 +93,7 @@ class LM:
         """A module's full name in the model."""
         names = self.cache.setdefault("module names", {})
         if module not in names or _submodule(self.model, names[module]) is not module:
-            found = self.model.named_modules()
-            names[module] = next(name for name, other in found if other is module)
+            names[module] = next(n for n, other in self.model.named_modules() if other is module)
         return names[module]
 
     def decode(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
@@ -106,8 +105,8 @@ class LM:
     @cached_property
     def norms(self) -> list[nn.Module]:
         """The modules between the last block and the head, mostly the final norm."""
-        found = [_submodule(self.model, path) for path in self.family.norm]
-        return [module for module in found if module is not None]
+        modules = [_submodule(self.model, path) for path in self.family.norm]
+        return [module for module in modules if module is not None]
 
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits of a normalised last-layer state."""
@@ -117,7 +116,7 @@ class LM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the family and of the name, shape and some entries of every weight.
+        """A hash of the family and of the name, shape and up to 16 entries of every weight.
 
         Entries are rounded to bfloat16, so that a model has one fingerprint in float32, TF32 and
         bfloat16. It must be computed before an edit is applied (see `editing.applied`).
@@ -134,7 +133,7 @@ class LM:
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
     """The module at a dotted path, or None where the model has none."""
-    found: Any = model
+    module: Any = model
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        module = getattr(module, name, None)
+    return module

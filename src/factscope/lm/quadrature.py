@@ -31,5 +31,5 @@ def _radau(steps: int) -> tuple[np.ndarray, np.ndarray]:
     roots = legendre.legroots([0.0] * (steps - 1) + [1.0, 1.0])
     nodes = np.sort(roots.real)  # the roots are real; numpy may return complex numbers
     nodes[0] = -1.0
-    below = legendre.legval(nodes, [0.0] * (steps - 1) + [1.0])
-    return nodes, (1 - nodes) / (steps * below) ** 2
+    previous = legendre.legval(nodes, [0.0] * (steps - 1) + [1.0])
+    return nodes, (1 - nodes) / (steps * previous) ** 2

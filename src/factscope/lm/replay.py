@@ -1,4 +1,4 @@
-"""Replay: call a model's blocks again, on selected tokens only.
+"""Replay: call a model's blocks again after a forward pass, on selected tokens only.
 
 After one forward pass a block can be called on any segment of a prompt: the tokens left of it are
 present as keys and values, mask and positions are cut out of the block's first arguments. The real
@@ -35,7 +35,7 @@ class PackedView:
     position: Int[Tensor, "packed slot"]
     """The token in each slot; 0 in an empty one."""
     start: Int[Tensor, "packed slot"]
-    """Where the slot's segment begins: it sees the row's own keys left of that; -1 if empty."""
+    """First token of the slot's segment: the slot sees the row's keys left of it; -1 if empty."""
     past: int
     """How many of a row's keys and values the packed rows get."""
     complete: bool = False
@@ -89,7 +89,7 @@ class Replay:
 
     @classmethod
     def whole(cls, lm: "LM", run: ActivationCache) -> "Replay":
-        """The whole run again."""
+        """The replay of all tokens of all rows."""
         rows, length, _ = run.inputs.shape
         return cls(lm, run, PackedView.whole(rows, length, run.inputs.device))
 
@@ -101,13 +101,13 @@ class Replay:
         return output[0] if isinstance(output, tuple) else output
 
     def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
-        """Make masks and positions for these layers now."""
+        """Compute the masks and positions of these layers in advance."""
         for layer in layers:
             self.arguments(layer, hidden)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The masks, positions and biases made so far."""
+        """The masks, positions and biases computed so far."""
         return list(self._cached.values())
 
     def arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
@@ -136,15 +136,15 @@ class Replay:
             return tuple(self._stack(self._at_slots(x), copies) for x in value)
         return value
 
-    def _once(self, make: Callable[[], Tensor], *key: Any) -> Tensor:
-        """A tensor that does not depend on the states, made once for all layers."""
+    def _memoised(self, compute: Callable[[], Tensor], *key: Any) -> Tensor:
+        """A tensor that does not depend on the states, computed once for all layers."""
         if key not in self._cached:
-            self._cached[key] = make()
+            self._cached[key] = compute()
         return self._cached[key]
 
     def _at_slots(self, x: Tensor) -> Tensor:
         """Values per position, taken at the slots' positions."""
-        return self._once(lambda: x[0][self.view.position.to(x.device)], "positions", id(x))
+        return self._memoised(lambda: x[0][self.view.position.to(x.device)], "positions", id(x))
 
     def _stack(self, x: Tensor, copies: int) -> Tensor:
         return x.expand(copies, *x.shape).flatten(0, 1)
@@ -158,11 +158,10 @@ class Replay:
 
     def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
         """The view's mask in the form of the first run's: True where visible, or a bias to add."""
-        given = 0 if first is None else id(first)
-        mask = self._once(lambda: self._one_mask(first, like), "mask", given, like.device)
+        mask = self._memoised(lambda: self._build_mask(first, like), "mask", id(first), like.device)
         return self._stack(mask, copies)
 
-    def _one_mask(self, first: Tensor | None, like: Tensor) -> Tensor:
+    def _build_mask(self, first: Tensor | None, like: Tensor) -> Tensor:
         visible = self.view.visible[:, None].to(like.device)
         if first is None:
             hidden = torch.finfo(like.dtype).min
@@ -171,9 +170,8 @@ class Replay:
             )
         query = self.view.position[:, :, None].to(first.device)
         key = self.view.key_position[:, None, :].to(first.device)
-        cut = first[0][:, query, key].transpose(
-            0, 1
-        )  # (packed row, head, slot, key), as the model has it
+        # (packed row, head, slot, key), the layout of the model's masks
+        cut = first[0][:, query, key].transpose(0, 1)
         if first.dtype == torch.bool:
             empty = (self.view.start < 0)[:, None, :, None].to(first.device)
             return (cut & visible) | (visible & empty)
@@ -188,7 +186,7 @@ class Replay:
             first = value[:heads] if flat else value[0]
             return first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
 
-        stacked = self._stack(self._once(cut, "alibi", id(value)), copies)
+        stacked = self._stack(self._memoised(cut, "alibi", id(value)), copies)
         return stacked.flatten(0, 1) if flat else stacked
 
 

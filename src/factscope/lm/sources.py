@@ -123,8 +123,8 @@ def unknown_model(name: str, reason: str = "") -> UnknownModel:
 
 
 def _similar_short_name(name: str) -> str | None:
-    found = difflib.get_close_matches(name.casefold(), SHORT_NAMES, n=1, cutoff=0.75)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name.casefold(), SHORT_NAMES, n=1, cutoff=0.75)
+    return matches[0] if matches else None
 
 
 # ---- the cache of converted models

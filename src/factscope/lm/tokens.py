@@ -54,7 +54,7 @@ def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
     coded = lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     ids, offsets = list(coded["input_ids"]), [tuple(o) for o in coded["offset_mapping"]]
     eos, bos = lm.tokenizer.eos_token_id, lm.tokenizer.bos_token_id
-    # Some tokenizers append EOS; the model shall continue the prompt.
+    # Some tokenizers append EOS, after which the model would not continue the prompt.
     if special and len(ids) > 1 and ids[-1] == eos and offsets[-1][0] == offsets[-1][1]:
         ids, offsets = ids[:-1], offsets[:-1]
     if special and lm.family.needs_bos and bos is not None and ids[:1] != [bos]:

@@ -1,6 +1,6 @@
-"""Acceleration on a GPU, behind one door.
+"""GPU acceleration.
 
-Method code calls `accelerated` (or `accelerated_search`, `static_decode`) and never sees how:
+Methods call `accelerated`, `accelerated_search` or `static_decode`; the rest is internal:
 
     device.py        which device, how much memory
     matmul.py        float32 products on half-precision tensor cores
@@ -14,7 +14,7 @@ Method code calls `accelerated` (or `accelerated_search`, `static_decode`) and n
     search.py        `accelerated_search`: steps of the value search
     decode.py        `static_decode`: generation with a static KV cache
 
-Every part can be switched off in bench/ablate.py, which prints what it gains.
+bench/ablate.py switches off each part in turn and prints what it saves.
 """
 
 from factscope.lm.accel.buckets import LengthBuckets

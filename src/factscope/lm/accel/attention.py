@@ -1,6 +1,6 @@
 """Suffix attention: attention for rows of a few tokens on a GPU.
 
-The usual kernels work on tiles of 64 by 64 tokens and want keys and values concatenated. With seven
+The usual kernels work on tiles of 64 by 64 tokens and need keys and values concatenated. With seven
 queries and a past of fifteen tokens nearly all of a tile is empty, and most of the time goes into
 copies. Inside `suffix_attention` the kernels of `kernels.py` are used instead. Where weights are
 multiplied in TF32, queries, keys and values are rounded to float16, which has as many bits.
@@ -49,7 +49,7 @@ def with_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[SDPA]  # back to the library's own
+        del ALL_ATTENTION_FUNCTIONS[SDPA]  # restores the library's default
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -63,15 +63,15 @@ def rounds_to_half(dtype: torch.dtype) -> bool:
 
 
 def _suffix_attention(default: Callable[..., Any], use: Use) -> Callable[..., Any]:
-    """Our attention with the signature that transformers calls, or the default where it does more
-    than we do."""
+    """Suffix attention with the signature that transformers calls; unsupported calls go to the
+    default."""
     from factscope.lm.accel import kernels
 
     biases: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
         key = (mask.data_ptr(), mask.shape, dtype)
-        if key not in biases:  # keep the mask too, or another tensor could get its address
+        if key not in biases:  # hold the mask too, or another tensor could get its address
             biases[key] = (mask, _bias(mask, dtype))
         return biases[key][1]
 

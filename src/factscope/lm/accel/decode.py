@@ -1,4 +1,4 @@
-"""Static decoding: generation steps that are the same operations every time.
+"""Static decoding: every generation step runs the same operations on the same memory.
 
 The KV cache has its full length from the beginning and the position is a tensor, so a step reads
 and writes the same memory whatever was generated before, and a GPU can replay it as a graph.
@@ -45,23 +45,23 @@ def static_decode(
     *,
     force: bool = False,
 ) -> Int[Tensor, "row rest"] | None:
-    """All tokens after `position`, where `tokens` stand, given a cache that ends before it.
+    """Generate the tokens after `position`, given `tokens` there and a cache of those before it.
 
-    None on a CPU (unless forced), for a few tokens, and where a static step's logits differ from a
-    dynamic one's: some families build their masks in ways of their own.
+    Returns None on a CPU (unless forced), for at most `MIN_STEPS` tokens, and where a static step's
+    logits differ from a dynamic one's: some families build masks of their own.
     """
     if not (force or on_gpu(lm)) or length - position <= MIN_STEPS:
         return None
     if any(window is not None and window < length for window in _attention_windows(lm)):
-        log.info("no static decoding: the attention window is shorter than the texts")
+        log.info("static decoding is off: the attention window is shorter than the texts")
         return None
     fast = lm.blocks if on_gpu(lm) else ()
-    for blocks, own_kernel in ((fast, True), (fast, False), ((), False)):
-        if own_kernel and not has_kernels(lm.device):
+    for blocks, use_kernel in ((fast, True), (fast, False), ((), False)):
+        if use_kernel and not has_kernels(lm.device):
             continue
-        dtype = torch.half if own_kernel and rounds_to_half(lm.dtype) else lm.dtype
+        dtype = torch.half if use_kernel and rounds_to_half(lm.dtype) else lm.dtype
         static = _StaticCache(cache, length, dtype)
-        with fast_blocks(blocks), _decode_attention(static) if own_kernel else nullcontext():
+        with fast_blocks(blocks), _decode_attention(static) if use_kernel else nullcontext():
             rest = _decode(lm, tokens, static, position, choose)
         if rest is not None:
             return rest
@@ -69,16 +69,16 @@ def static_decode(
 
 
 def _attention_windows(lm: "LM") -> list[int | None]:
-    """How far back the layers attend, where that is limited."""
+    """The sizes of the attention windows in the config; None for no limit."""
     config = lm.model.config
     return [getattr(config, name, None) for name in ("sliding_window", "window_size")]
 
 
 def _decode_attention(cache: "_StaticCache") -> AbstractContextManager[None]:
-    """Inside, transformers' default attention to this cache is our kernel."""
+    """Inside, transformers' default attention uses the decode kernel on this cache."""
     from factscope.lm.accel.kernels import decode_attention
 
-    own = {keys.data_ptr() for keys, _ in cache.tensors}
+    cached_keys = {keys.data_ptr() for keys, _ in cache.tensors}
 
     def make(default: Callable[..., Any]) -> Callable[..., Any]:
         def attention(
@@ -86,7 +86,7 @@ def _decode_attention(cache: "_StaticCache") -> AbstractContextManager[None]:
             scaling: float | None = None, **more: Any,
         ) -> tuple[Tensor, None]:  # fmt: skip
             unsupported = more.get("position_bias") is not None or more.get("softcap") is not None
-            if key.data_ptr() not in own or query.shape[2] != 1 or unsupported:
+            if key.data_ptr() not in cached_keys or query.shape[2] != 1 or unsupported:
                 return default(module, query, key, value, attention_mask, scaling=scaling, **more)
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return decode_attention(query, key, value, cache.position, scale), None
@@ -99,17 +99,17 @@ def _decode_attention(cache: "_StaticCache") -> AbstractContextManager[None]:
 def _decode(
     lm: "LM", tokens: Tensor, cache: "_StaticCache", position: int, choose: Choose
 ) -> Int[Tensor, "row rest"] | None:
-    """The tokens, or None where the first or the last step is wrong."""
+    """The generated tokens; None if the first logits are wrong or the last ones are not finite."""
     cache.position.fill_(position)
     try:
         logits = _logits(lm, tokens, cache)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and caches fail in many ways; dynamic steps always work
-        log.info("no static decoding: %s", str(error).partition("\n")[0])
+        log.info("static decoding is off: %s", str(error).partition("\n")[0])
         return None
     if not _agree(logits, _dynamic_logits(lm, tokens, cache, position)):
-        log.info("no static decoding: its logits differ from dynamic ones")
+        log.info("static decoding is off: its logits differ from those of dynamic decoding")
         return None
 
     def step(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def _logits(
 
 
 def _mask(lm: "LM", cache: "_StaticCache") -> Tensor:
-    """Which positions a token sees: True, or, for eager attention, a 0 to add."""
+    """The attention mask: True where visible; for eager attention, a bias to add."""
     seen = cache.positions <= cache.position
     if lm.model.config._attn_implementation != "eager":
         return seen
@@ -152,7 +152,7 @@ def _mask(lm: "LM", cache: "_StaticCache") -> Tensor:
 def _dynamic_logits(
     lm: "LM", tokens: Tensor, cache: "_StaticCache", position: int
 ) -> Float[Tensor, "row vocabulary"]:
-    """The same with a cache that grows."""
+    """The same logits, computed with a growing cache."""
     growing = DynamicCache()
     for layer, (keys, values) in enumerate(cache.tensors):
         k, v = (x[:, :, :position].to(lm.dtype, copy=True) for x in (keys, values))
@@ -161,8 +161,8 @@ def _dynamic_logits(
     return lm.head(states.last_hidden_state[:, -1])
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    gap = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    gap = (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
     return bool(gap <= TOLERANCE.get(expected.dtype, 1e-1))
 
 

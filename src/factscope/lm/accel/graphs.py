@@ -28,13 +28,13 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CACHE = "captured passes"
-"""Where a model caches them."""
+"""Key of the captured passes in `LM.cache`."""
 MAX_PASSES = 8
-"""How many are cached; the least recently used one is dropped."""
+"""Captured passes per model; the least recently used one is dropped."""
 MAX_MEMORY = 1 / 64
 """A pass is captured only if its results take at most this fraction of the GPU's memory."""
 TOLERANCE = 1e-3
-"""How far a replay may differ from the eager pass, relative to the largest number."""
+"""Largest difference between a replay and the eager pass, relative to the largest entry."""
 
 
 class CudaGraph(Generic[T]):
@@ -48,7 +48,8 @@ class CudaGraph(Generic[T]):
     def __init__(
         self, function: Callable[..., T], *, pays: bool = True, pool: tuple[int, int] | None = None
     ) -> None:
-        """`pool` is graph memory shared with other graphs that are never replayed concurrently."""
+        """`pays` is False where capture would not save time. `pool` is graph memory, shared with
+        other graphs that are never replayed concurrently."""
         self.function = function
         self.pool = pool
         self.tried = not pays
@@ -132,10 +133,10 @@ def captured(lm: "LM", key: Any, function: Callable[..., T], *inputs: Tensor) ->
     passes: dict[Any, _Pass] = lm.cache.setdefault(CACHE, {})
     shapes = tuple((x.shape, x.dtype) for x in inputs)
     full_key = (key, shapes, torch.get_float32_matmul_precision(), addresses)
-    known = passes[full_key] = passes.pop(full_key, None) or _Pass()  # now the most recent
+    entry = passes[full_key] = passes.pop(full_key, None) or _Pass()  # now the most recent
     while len(passes) > MAX_PASSES:
         del passes[next(iter(passes))]
-    return known(function, inputs)
+    return entry(function, inputs)
 
 
 @dataclass
@@ -176,18 +177,18 @@ def _addresses(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all below it, with repeats; faster than `modules()`, for every edit."""
-    left = [module]
-    while left:
-        found = left.pop()
-        yield found
-        left += [child for child in found._modules.values() if child is not None]
+    """The module and all below it, shared ones repeated; faster than `modules()`."""
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        yield current
+        pending += [child for child in current._modules.values() if child is not None]
 
 
 def weights_in(module: nn.Module) -> Iterator[nn.Parameter]:
     """The weights of the module and of all below it; shared ones repeat."""
-    for found in modules_in(module):
-        yield from (weight for weight in found._parameters.values() if weight is not None)
+    for owner in modules_in(module):
+        yield from (weight for weight in owner._parameters.values() if weight is not None)
 
 
 def _memory(device: torch.device) -> int:
@@ -195,7 +196,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _structure(result: Any) -> Any:
-    """Which parts of a result are present: True, or None where there is nothing."""
+    """The nested structure of a result, with True for every value that is not None."""
     if is_dataclass(result) and not isinstance(result, type):
         result = vars(result)
     if isinstance(result, dict):
@@ -208,26 +209,26 @@ def _structure(result: Any) -> Any:
 def _matching(structure: Any, result: Any) -> Any:
     """A result without the parts that the eager result does not have.
 
-    While transformers is captured it makes causal masks that it otherwise does without.
+    During capture, transformers builds causal masks that it otherwise leaves out.
     """
     if structure is None or structure is True:
         return structure and result
     if isinstance(result, dict):
         return {name: _matching(structure.get(name), part) for name, part in result.items()}
     if isinstance(result, list | tuple):
-        structures = [*structure, *[True] * len(result)]  # surplus parts stay, and will be noticed
+        structures = [*structure, *[True] * len(result)]  # `_agree` rejects extra parts
         return type(result)(map(_matching, structures, result))
     return replace(result, **_matching(structure, vars(result)))
 
 
 def _agree(result: Any, replayed: Any) -> bool:
     """Whether the captured graph reproduces the eager result."""
-    one, other = list(tensors_in(result)), list(tensors_in(replayed))
-    alike = [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in other]
-    right = alike and all(map(_close, one, other))
-    if not right:
+    expected, actual = list(tensors_in(result)), list(tensors_in(replayed))
+    same_shapes = [(x.shape, x.dtype) for x in expected] == [(x.shape, x.dtype) for x in actual]
+    agree = same_shapes and all(map(_close, expected, actual))
+    if not agree:
         log.warning("a captured pass differs from the eager one; it is not used")
-    return right
+    return agree
 
 
 def _close(x: Tensor, y: Tensor) -> bool:

@@ -99,22 +99,22 @@ class _Attention(torch.autograd.Function):
         query = tensors[0]
         rows, heads, slots, dim = query.shape
         out = torch.empty(rows, slots, heads, dim, dtype=query.dtype, device=query.device)
-        sums = torch.empty(rows, heads, slots, dtype=torch.float32, device=query.device)
+        log_sums = torch.empty(rows, heads, slots, dtype=torch.float32, device=query.device)
         _suffix_forward[(rows * heads,)](
-            *_arguments(*tensors), out, sums, scale, **_sizes(*tensors)
+            *_arguments(*tensors), out, log_sums, scale, **_sizes(*tensors)
         )
-        ctx.save_for_backward(*tensors, out, sums)
+        ctx.save_for_backward(*tensors, out, log_sums)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        *tensors, out, sums = ctx.saved_tensors
+        *tensors, out, log_sums = ctx.saved_tensors
         query, key, value = tensors[:3]
         rows, heads, slots, dim = query.shape
         gradients = torch.empty(3, rows, slots, heads, dim, dtype=query.dtype, device=query.device)
         _suffix_backward[(rows * heads,)](
-            *_arguments(*tensors), out, sums, _row_major(gradient),
+            *_arguments(*tensors), out, log_sums, _row_major(gradient),
             gradients[0], gradients[1], gradients[2], ctx.scale, **_sizes(*tensors),
         )  # fmt: skip
         groups = heads // key.shape[1]
@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """The same with a contiguous last axis."""
+    """x with a contiguous last axis, copied if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -148,7 +148,7 @@ def _sizes(
         "past": past_key.shape[2], "dim": dim,
         "SLOTS": max(16, triton.next_power_of_2(slots)),
         "DIM": max(16, triton.next_power_of_2(dim)),
-        "BLOCK": SUFFIX_BLOCK, "KIND": TRITON_TYPES[bias.dtype],
+        "BLOCK": SUFFIX_BLOCK, "DTYPE": TRITON_TYPES[bias.dtype],
         "num_warps": 1 if slots <= 16 and bias.dtype != torch.float32 else 4,
     }  # fmt: skip
 
@@ -164,13 +164,13 @@ def _tile(start, first, stride, rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr
 
 @kernel
 def _scores(q, k, bias, stride, first, slots, tokens, scale,
-            SLOTS: tl.constexpr, TOKENS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+            SLOTS: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """q kᵀ · scale + bias for a tile of keys; -∞ beyond the last."""
     s = tl.arange(0, SLOTS)
     t = tl.arange(0, TOKENS)
     inside = (s < slots)[:, None] & (t < tokens)[None, :]
     b = tl.load(bias + s[:, None] * stride + first + t[None, :], mask=inside, other=0.0)
-    product = tl.dot(q.to(KIND), tl.trans(k.to(KIND)), input_precision=PRODUCTS)
+    product = tl.dot(q.to(DTYPE), tl.trans(k.to(DTYPE)), input_precision=PRODUCTS)
     return tl.where((t < tokens)[None, :], product * scale + b, float("-inf"))
 
 
@@ -179,40 +179,43 @@ def _suffix_forward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
-    out, sums, scale, heads, groups, slots, past, dim,
-    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    out, log_sums, scale, heads, groups, slots, past, dim,
+    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    of = head // groups
+    key_head = head // groups
     q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
-    k = _tile(key + row * k_row + of * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
-    v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
+    k = _tile(key + row * k_row + key_head * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
+    v = _tile(value + row * v_row + key_head * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
     bias += row * b_row + head * b_head
-    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
+    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, DTYPE)
     highest = tl.max(score, 1)
     weight = tl.exp(score - highest[:, None])
     total = tl.sum(weight, 1)
-    result = tl.dot(weight.to(KIND), v.to(KIND), input_precision=PRODUCTS)
-    past_key += row * pk_row + of * pk_head
-    past_value += row * pv_row + of * pv_head
-    for first in range(0, past, BLOCK):  # other names: a loop cannot change a tile's shape
+    result = tl.dot(weight.to(DTYPE), v.to(DTYPE), input_precision=PRODUCTS)
+    past_key += row * pk_row + key_head * pk_head
+    past_value += row * pv_row + key_head * pv_head
+    for first in range(0, past, BLOCK):  # new names: a loop cannot change a tile's shape
         pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
-        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
-        new = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp(highest - new)
-        weights = tl.exp(scores - new[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None] + tl.dot(
-            weights.to(KIND), pv.to(KIND), input_precision=PRODUCTS
+        scores = _scores(
+            q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, DTYPE
         )
-        highest = new
+        # Online softmax: rescale the running sums to the new maximum.
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        rescale = tl.exp(highest - new_highest)
+        weights = tl.exp(scores - new_highest[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        result = result * rescale[:, None] + tl.dot(
+            weights.to(DTYPE), pv.to(DTYPE), input_precision=PRODUCTS
+        )
+        highest = new_highest
     s = tl.arange(0, SLOTS)
     d = tl.arange(0, DIM)
-    at = ((row * slots + s[:, None]) * heads + head) * dim + d[None, :]
+    offset = ((row * slots + s[:, None]) * heads + head) * dim + d[None, :]
     inside = (s < slots)[:, None] & (d < dim)[None, :]
-    tl.store(out + at, result / total[:, None], mask=inside)
-    tl.store(sums + (row * heads + head) * slots + s, highest + tl.log(total), mask=s < slots)
+    tl.store(out + offset, result / total[:, None], mask=inside)
+    tl.store(log_sums + (row * heads + head) * slots + s, highest + tl.log(total), mask=s < slots)
 
 
 @kernel
@@ -220,45 +223,48 @@ def _suffix_backward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
-    out, sums, gradient, query_gradient, key_gradient, value_gradient,
+    out, log_sums, gradient, query_gradient, key_gradient, value_gradient,
     scale, heads, groups, slots, past, dim,
-    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    of = head // groups
+    key_head = head // groups
     q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
-    k = _tile(key + row * k_row + of * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
-    v = _tile(value + row * v_row + of * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
-    here = (row * slots * heads + head) * dim
-    output = _tile(out + here, 0, heads * dim, slots, dim, SLOTS, DIM)
-    g = _tile(gradient + here, 0, heads * dim, slots, dim, SLOTS, DIM)
+    k = _tile(key + row * k_row + key_head * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
+    v = _tile(value + row * v_row + key_head * v_head, 0, v_slot, slots, dim, SLOTS, DIM)
+    base = (row * slots * heads + head) * dim
+    output = _tile(out + base, 0, heads * dim, slots, dim, SLOTS, DIM)
+    g = _tile(gradient + base, 0, heads * dim, slots, dim, SLOTS, DIM)
     s = tl.arange(0, SLOTS)
-    sum = tl.load(sums + (row * heads + head) * slots + s, mask=s < slots, other=0.0)
-    mean = tl.sum(output.to(tl.float32) * g.to(tl.float32), 1)
+    log_sum = tl.load(log_sums + (row * heads + head) * slots + s, mask=s < slots, other=0.0)
+    # Σ_j weight_j · d_weight_j, which is also output · gradient.
+    row_dot = tl.sum(output.to(tl.float32) * g.to(tl.float32), 1)
     bias += row * b_row + head * b_head
-    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, KIND)
-    weight = tl.exp(score - sum[:, None])
-    d_weight = tl.dot(g.to(KIND), tl.trans(v.to(KIND)), input_precision=PRODUCTS)
-    d_score = weight * (d_weight - mean[:, None])
-    dv = tl.dot(tl.trans(weight.to(KIND)), g.to(KIND), input_precision=PRODUCTS)
-    dk = tl.dot(tl.trans(d_score.to(KIND)), q.to(KIND), input_precision=PRODUCTS) * scale
-    dq = tl.dot(d_score.to(KIND), k.to(KIND), input_precision=PRODUCTS)
-    past_key += row * pk_row + of * pk_head
-    past_value += row * pv_row + of * pv_head
+    score = _scores(q, k, bias, b_slot, past, slots, slots, scale, SLOTS, SLOTS, DTYPE)
+    weight = tl.exp(score - log_sum[:, None])
+    d_weight = tl.dot(g.to(DTYPE), tl.trans(v.to(DTYPE)), input_precision=PRODUCTS)
+    d_score = weight * (d_weight - row_dot[:, None])
+    dv = tl.dot(tl.trans(weight.to(DTYPE)), g.to(DTYPE), input_precision=PRODUCTS)
+    dk = tl.dot(tl.trans(d_score.to(DTYPE)), q.to(DTYPE), input_precision=PRODUCTS) * scale
+    dq = tl.dot(d_score.to(DTYPE), k.to(DTYPE), input_precision=PRODUCTS)
+    past_key += row * pk_row + key_head * pk_head
+    past_value += row * pv_row + key_head * pv_head
     for first in range(0, past, BLOCK):
         pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
-        scores = _scores(q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, KIND)
-        weights = tl.exp(scores - sum[:, None])
-        d_weights = tl.dot(g.to(KIND), tl.trans(pv.to(KIND)), input_precision=PRODUCTS)
-        d_scores = weights * (d_weights - mean[:, None])
-        dq += tl.dot(d_scores.to(KIND), pk.to(KIND), input_precision=PRODUCTS)
+        scores = _scores(
+            q, pk, bias, b_slot, first, slots, past - first, scale, SLOTS, BLOCK, DTYPE
+        )
+        weights = tl.exp(scores - log_sum[:, None])
+        d_weights = tl.dot(g.to(DTYPE), tl.trans(pv.to(DTYPE)), input_precision=PRODUCTS)
+        d_scores = weights * (d_weights - row_dot[:, None])
+        dq += tl.dot(d_scores.to(DTYPE), pk.to(DTYPE), input_precision=PRODUCTS)
     d = tl.arange(0, DIM)
-    at = here + s[:, None] * heads * dim + d[None, :]
+    offset = base + s[:, None] * heads * dim + d[None, :]
     inside = (s < slots)[:, None] & (d < dim)[None, :]
-    tl.store(query_gradient + at, dq * scale, mask=inside)
-    tl.store(key_gradient + at, dk, mask=inside)
-    tl.store(value_gradient + at, dv, mask=inside)
+    tl.store(query_gradient + offset, dq * scale, mask=inside)
+    tl.store(key_gradient + offset, dk, mask=inside)
+    tl.store(value_gradient + offset, dv, mask=inside)
 
 
 DECODE_BLOCK = 32
@@ -292,14 +298,14 @@ def _decode(
 ):  # fmt: skip
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
-    of = head // groups
+    key_head = head // groups
     d = tl.arange(0, DIM)
     inside = d < dim
     q = tl.load(query + row * q_row + head * q_head + d, mask=inside, other=0.0)
     q = q.to(tl.float32) * scale
     filled = tl.load(position) + 1
-    keys += row * k_row + of * k_head
-    values += row * v_row + of * v_head
+    keys += row * k_row + key_head * k_head
+    values += row * v_row + key_head * v_head
     highest = -1e30
     total = 0.0
     result = tl.zeros([DIM], dtype=tl.float32)
@@ -309,10 +315,10 @@ def _decode(
         k = tl.load(keys + t[:, None] * k_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
         v = tl.load(values + t[:, None] * v_slot + d[None, :], mask=seen, other=0.0).to(tl.float32)
         score = tl.where(t < filled, tl.sum(q[None, :] * k, 1), float("-inf"))
-        new = tl.maximum(highest, tl.max(score, 0))
-        shrink = tl.exp(highest - new)
-        weight = tl.exp(score - new)
-        total = total * shrink + tl.sum(weight, 0)
-        result = result * shrink + tl.sum(weight[:, None] * v, 0)
-        highest = new
+        new_highest = tl.maximum(highest, tl.max(score, 0))
+        rescale = tl.exp(highest - new_highest)
+        weight = tl.exp(score - new_highest)
+        total = total * rescale + tl.sum(weight, 0)
+        result = result * rescale + tl.sum(weight[:, None] * v, 0)
+        highest = new_highest
     tl.store(out + (row * heads + head) * dim + d, result / total, mask=inside)

@@ -36,16 +36,16 @@ Forwards = dict[nn.Module, Callable[..., Any]]
 
 
 def fast_forwards(part: nn.Module, *, split: bool = True) -> Forwards:
-    """The modules of a block (or the head) that can run faster, and how.
+    """Faster `forward` functions of a block's (or the head's) modules.
 
-    Without `split`, weights keep their own precision.
+    Without `split`, float32 weights are not multiplied in half precision.
     """
-    found = {
+    forwards = {
         module: _fast_forward(module, split)
         for module in part.modules()
         if "forward" not in vars(module)  # otherwise accelerate has replaced it already
     }
-    return {module: forward for module, forward in found.items() if forward is not None}
+    return {module: forward for module, forward in forwards.items() if forward is not None}
 
 
 def splits_float32(dtype: torch.dtype) -> bool:
@@ -78,18 +78,18 @@ def fast_blocks_in_turn(blocks: Iterable[nn.Module], *, split: bool = True) -> I
 
 @contextmanager
 def replaced(forwards: Forwards) -> Iterator[None]:
-    """Let other functions answer the calls of these modules while inside."""
+    """Replace the `forward` of these modules while inside."""
     with ExitStack() as stack:
         for module, forward in forwards.items():
             module.forward = forward
-            stack.callback(delattr, module, "forward")  # back to the class's own
+            stack.callback(delattr, module, "forward")  # restores the class's method
         yield
 
 
 def logits_of(head: Any, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
     """The output embedding's product with states."""
-    plain = "forward" not in vars(head)  # nobody replaced it
-    if plain and states.is_cuda and states.dim() == 2 and head.bias is None:
+    original = "forward" not in vars(head)  # not replaced by `replaced`
+    if original and states.is_cuda and states.dim() == 2 and head.bias is None:
         # The transposed product: GPT-2's odd vocabulary size then lies along the axis that need
         # not be aligned, and the kernel is three times as fast.
         return (head.weight @ states.T).T
@@ -117,8 +117,9 @@ class _CurrentBlock:
 
 @contextmanager
 def _wrapped(block: Any, current: _CurrentBlock) -> Iterator[None]:
-    """Let the block prepare its fast layers before each call."""
-    own = vars(block).get("forward")  # set where accelerate moves inputs between devices
+    """Prepare the block's fast layers before each call, while inside."""
+    # Set where accelerate moves inputs between devices.
+    instance_forward = vars(block).get("forward")
     forward = block.forward
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
@@ -129,14 +130,14 @@ def _wrapped(block: Any, current: _CurrentBlock) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del block.forward
         else:
-            block.forward = own
+            block.forward = instance_forward
 
 
 def _fast_forward(module: Any, split: bool) -> Callable[[Tensor], Tensor] | None:
-    """A faster forward of one module, where there is one."""
+    """A faster forward of one module; None if there is none."""
     kind = type(module).__name__
     if kind in UNFUSED_GELU:
         return _gelu

@@ -50,7 +50,7 @@ def supports_mixed(device: torch.device) -> bool:
         correct = [total == 16 / WEIGHT_SCALE, _product(ones, ones) == 16]
         correct.append(_biased(total[0], ones, ones) == 32 / WEIGHT_SCALE)
         correct.append(_biased(None, ones, ones) == 16 / WEIGHT_SCALE)
-        return all(bool(one.all()) for one in correct)
+        return all(bool(entries.all()) for entries in correct)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
 
@@ -131,7 +131,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def _differentiable(forward: Matmul, backward: Matmul) -> Matmul:
-    """The product, recorded for autograd where a gradient is wanted."""
+    """The product, recorded for autograd where a gradient is needed."""
 
     def matmul(x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["ModelCache", "model_cache"]
 
 KEY = "fast layers and captured steps"
-"""Where a model keeps this cache."""
+"""Key of this cache in `LM.cache`."""
 MAX_FRACTION = 1 / 16
 """Nothing is cached for a model whose blocks and head take more than this fraction of the GPU's
 memory: fast layers are copies of its weights."""
 MAX_GRAPHS = 16
-"""How many captured steps are cached; the least recently used one is dropped."""
+"""Captured steps per model; the least recently used one is dropped."""
 
 
 @dataclass(eq=False)
@@ -37,9 +37,9 @@ class ModelCache:
     """Fast layers of a model's blocks, and captured steps of its value searches."""
 
     states: list["_WeightState"]
-    """The weights that everything here was made from: of each block, then of norm and head."""
+    """State of the weights that the cache was built from: each block's, then norm and head."""
     pool: Any = None
-    """Memory that the graphs share; only one is replayed at a time."""
+    """Memory pool shared by the graphs; only one is replayed at a time."""
     forwards: dict[int, Forwards] = field(default_factory=dict)
     """Fast layers by block; the head's come after the last block's."""
     version: int = 0
@@ -53,7 +53,7 @@ class ModelCache:
         return cls(_weight_states(lm), pool)
 
     def refresh(self, lm: "LM") -> None:
-        """Drop what was made from weights that have changed."""
+        """Drop fast layers and graphs that were built from changed weights."""
         now = _weight_states(lm)
         changed = [i for i, (a, b) in enumerate(zip(self.states, now, strict=True)) if a != b]
         self.states = now
@@ -69,16 +69,16 @@ class ModelCache:
             yield
 
     def build(self, lm: "LM", blocks: Iterable[int]) -> Forwards:
-        """The fast layers of these blocks, made where they are missing."""
-        chosen: Forwards = {}
+        """The fast layers of these blocks, built if missing."""
+        forwards: Forwards = {}
         for i in blocks:
             if i not in self.forwards:
                 head = i == lm.n_layers
                 part = lm.model.get_output_embeddings() if head else lm.blocks[i]
                 self.forwards[i] = fast_forwards(part)
                 self.version += 1
-            chosen |= self.forwards[i]
-        return chosen
+            forwards |= self.forwards[i]
+        return forwards
 
     def find(self, key: Any, tensors: list[Tensor]) -> CudaGraph | None:
         """A captured step with this key, its static tensors overwritten by the given ones."""
@@ -96,14 +96,14 @@ class ModelCache:
         self.graphs[key] = (lowest_block, tensors, graph)
 
     def new_pool(self) -> None:
-        """Use a fresh memory pool: torch accepts none in which a capture failed."""
+        """Use a fresh memory pool: torch rejects one in which a capture failed."""
         self.pool = torch.cuda.graph_pool_handle()
 
 
 def model_cache(lm: "LM", *, refresh: bool = True) -> ModelCache | None:
     """The model's cache; None on a CPU and for models too large for copies.
 
-    `refresh` drops what changed weights made stale. Leave it out only right after another refresh.
+    `refresh` drops entries of changed weights; pass False only right after another refresh.
     """
     if lm.device.type != "cuda":
         return None
@@ -126,7 +126,7 @@ def _is_small(lm: "LM") -> bool:
 
 @dataclass(frozen=True)
 class _WeightState:
-    """Identifies the values of some weights: address, in-place version, norm, matmul precision.
+    """Identifies the values of weights by address, in-place version, norm and matmul precision.
 
     The version counts changes that autograd sees, the norm shows those made through `.data`.
     """
@@ -137,14 +137,14 @@ class _WeightState:
 
 
 def _weight_states(lm: "LM") -> list[_WeightState]:
-    """One for each block, and one for the final norm and the head."""
+    """The state of each block's weights, then of the final norm and the head."""
     heads = [*lm.norms, lm.model.get_output_embeddings()]
     parts = [list(weights_in(block)) for block in lm.blocks]
     parts.append([weight for module in heads for weight in weights_in(module)])
     flat: list[Tensor] = [weight for part in parts for weight in part]
     with torch.no_grad():
-        found = torch._foreach_norm(flat, dtype=torch.float32)  # pyright: ignore
-    norms = iter(torch.stack(found).tolist())
+        norm_tensors = torch._foreach_norm(flat, dtype=torch.float32)  # pyright: ignore
+    norms = iter(torch.stack(norm_tensors).tolist())
     precision = torch.get_float32_matmul_precision()
     return [
         _WeightState(

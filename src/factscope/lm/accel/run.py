@@ -20,8 +20,8 @@ __all__ = ["MIN_BATCH", "accelerated"]
 T = TypeVar("T")
 
 MIN_BATCH = 8
-"""With fewer rows or facts a GPU is launch-bound, and making fast layers for one pass costs more
-than it gains."""
+"""With fewer rows or facts a GPU is launch-bound, and building fast layers for one pass costs
+more than it saves."""
 
 
 def accelerated(
@@ -36,14 +36,14 @@ def accelerated(
     """function(*inputs), a computation without gradients through the model's blocks.
 
     Large batches (at least `MIN_BATCH` rows or facts; None counts as large) run with fast linear
-    layers, made for one block at a time. Small ones with a `key` are captured as a CUDA graph at
+    layers, built for one block at a time. Small ones with a `key` are captured as a CUDA graph at
     the second call; what differs between calls of one key must be among the inputs. In float32
     they use the fast layers that are cached on the model. Those of the blocks `needed_again` are
-    made at the first call, those of all blocks at the second.
+    built at the first call, those of all blocks at the second.
 
     Split-precision products overflow where activations exceed float16's range: a result that is
-    not finite is computed again without them (`check` picks the tensor to look at, if the result
-    is not a single one). On a CPU only GELU is faster, and only in computations of unknown size.
+    not finite is computed again without them (`check` selects the tensor to test, if the result
+    has several). On a CPU only GELU is faster, and only in computations of unknown size.
     """
     if not on_gpu(lm):
         with fast_blocks_in_turn(lm.blocks) if batch is None else nullcontext():
@@ -70,7 +70,7 @@ def accelerated(
 
 
 def _finite(lm: "LM", result: Any, check: Callable[[Any], Tensor] | None) -> bool:
-    """Whether no split-precision product overflowed; other data types do not."""
+    """Whether no split-precision product overflowed; only float32 models use them."""
     if lm.dtype != torch.float32:
         return True
     return bool((result if check is None else check(result)).isfinite().all())

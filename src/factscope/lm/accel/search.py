@@ -1,4 +1,4 @@
-"""The value search on a GPU: fast layers, suffix attention, captured steps.
+"""Accelerated value search: fast layers, suffix attention, captured steps.
 
 `accelerated_search(objective, minimise)` calls `minimise(objective, make_step)`, where
 `make_step(objective)` is one step of the optimiser. On a CPU that is the objective's own step.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Objective(Protocol):
-    """What a search minimises: the losses of some facts, as a function of their δ."""
+    """What a search minimises: each fact's loss as a function of its δ."""
 
     @property
     def lm(self) -> "LM":
@@ -49,7 +49,7 @@ class Objective(Protocol):
 
     @property
     def split_past(self) -> bool:
-        """Whether the past's keys and values are apart from the new ones."""
+        """Whether attention gets the past's keys and values apart from the new ones."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Objective(Protocol):
         ...
 
     def key(self) -> tuple[Any, ...]:
-        """What two objectives share if one captured step can serve both, beside the tensors."""
+        """Everything beside the tensors that a captured step depends on."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -83,7 +83,7 @@ class Objective(Protocol):
         ...
 
     def with_split_past(self, *, half: bool) -> "Objective":
-        """The same with the past's keys and values apart from the new ones, for our kernels."""
+        """The same, with the past's keys and values apart from the new ones."""
         ...
 
 
@@ -104,7 +104,7 @@ Minimise = Callable[[Any, Callable[[Any], Step]], tuple[T, list[list[float]]]]
 
 
 def accelerated_search(objective: Objective, minimise: Minimise[T]) -> tuple[T, list[list[float]]]:
-    """minimise(objective, make_step), with faster steps; repeated with plain ones on overflow."""
+    """minimise(objective, make_step) with fast steps; on overflow again, without split products."""
     objective = _with_suffix_attention(objective)
     # In float32 the run over the contexts, just before, has refreshed the cache.
     stale = not splits_float32(objective.lm.dtype)
@@ -120,7 +120,7 @@ def accelerated_search(objective: Objective, minimise: Minimise[T]) -> tuple[T, 
 
 
 def _uses_cache(objective: Objective) -> bool:
-    """Steps of single facts recur; batches have other sizes each time."""
+    """Whether captured steps are reused: those of single facts are, batches vary in size."""
     return objective.hidden.is_cuda and objective.facts == 1
 
 
@@ -146,7 +146,7 @@ class _Steps:
             if cached is not None:
                 return cached
         self._enter(objective)
-        objective.tensors()  # make masks and positions now: a graph would make them at each replay
+        objective.tensors()  # compute masks and positions now, not at each replay
         block = sum(weight.numel() for weight in objective.lm.blocks[-1].parameters())
         pays = objective.hidden.shape[:2].numel() * block < LAUNCH_BOUND
         pool = None if self.cache is None else self.cache.pool
@@ -169,7 +169,7 @@ class _Steps:
             self.stack.enter_context(suffix_attention(objective.hidden.device))
 
     def cache_captured(self, objective: Objective) -> None:
-        """Keep a newly captured step for the next fact."""
+        """Cache a newly captured step for the next fact."""
         if self.cache is None or self.new is None:
             return
         if self.new.failed:
@@ -190,18 +190,18 @@ def _key(objective: Objective) -> tuple[Any, ...]:
 def _with_suffix_attention(objective: Objective) -> Objective:
     """The objective with its past apart, where suffix attention works for this model and shape."""
     hidden = objective.hidden
-    form = (hidden.shape, objective.key(), torch.get_float32_matmul_precision())
-    known = objective.lm.cache.setdefault("takes suffix attention", {})
-    if form not in known:
-        known[form] = _takes_suffix_attention(objective)
-    if not known[form]:
+    key = (hidden.shape, objective.key(), torch.get_float32_matmul_precision())
+    supported = objective.lm.cache.setdefault("supports suffix attention", {})
+    if key not in supported:
+        supported[key] = _supports_suffix_attention(objective)
+    if not supported[key]:
         return objective
     # Round the past's keys and values once, so that attention need not do it at every step.
     return objective.with_split_past(half=rounds_to_half(hidden.dtype))
 
 
-def _takes_suffix_attention(objective: Objective) -> bool:
-    """Whether one block with suffix attention gives what it gives without.
+def _supports_suffix_attention(objective: Objective) -> bool:
+    """Whether suffix attention gives the default's output and gradient in one block.
 
     This also compiles the kernels, which cannot be done during capture.
     """
@@ -210,20 +210,22 @@ def _takes_suffix_attention(objective: Objective) -> bool:
         with suffix_attention(hidden.device) as use:
             if not use.possible:
                 return False
-            found = _output_and_gradient(objective)
+            actual = _output_and_gradient(objective)
         expected = _output_and_gradient(objective)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers fail in many ways; the default attention always works
-        log.warning("suffix attention fails here (%s); the default is used", error)
+        log.warning("suffix attention failed (%s); the default attention is used", error)
         return False
     exact = hidden.dtype == torch.float32 and not rounds_to_half(torch.float32)
     tolerance = 1e-4 if exact else 3e-2
-    gaps = [(x - y).abs().max() / y.abs().max() for x, y in zip(found, expected, strict=True)]
-    right = all(bool(gap <= tolerance) for gap in gaps)
-    if not right:
-        log.warning("suffix attention is wrong here (by %s); the default is used", gaps)
-    return use.called and right
+    gaps = [(x - y).abs().max() / y.abs().max() for x, y in zip(actual, expected, strict=True)]
+    agree = all(bool(gap <= tolerance) for gap in gaps)
+    if not agree:
+        log.warning(
+            "suffix attention is wrong (relative error %s); the default attention is used", gaps
+        )
+    return use.called and agree
 
 
 def _output_and_gradient(objective: Objective) -> tuple[Tensor, Tensor]:
