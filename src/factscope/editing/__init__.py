@@ -1,1 +1,1 @@
-"""Writing facts into weights (paper §3)."""
+"""Model editing: write facts into a model's weights (paper §3)."""

@@ -1,7 +1,7 @@
-"""Which edits are applied to a model. They can be reverted in any order, bit-for-bit.
+"""Apply edits to a model and revert them in any order, bit-for-bit.
 
-For each changed weight the unedited tensor is kept until no edit changes it any more. Applying or
-reverting an edit recomputes its weights from there, with the remaining edits in order of
+For each changed weight the original tensor is stored while any edit changes it. Applying or
+reverting an edit recomputes its weights from the originals, with the remaining edits in order of
 application: subtracting a delta again would leave rounding errors.
 """
 

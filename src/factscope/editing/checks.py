@@ -85,7 +85,7 @@ def update_norm(lm: "LM", edit: Edit) -> float:
 def _text_perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
     """The text's perplexity under each edit, all in one batch of per-row edits."""
     ids = check_text_ids(lm)
-    # A few low-rank edits are given as tensors: such a pass has the same shapes every time.
+    # A few low-rank edits are passed as tensors of few shapes, so that the pass can be captured.
     factors = factors_by_row(lm, edits) if len(edits) < MIN_BATCH else {}
     if factors:
 
@@ -96,11 +96,11 @@ def _text_perplexities(lm: "LM", edits: Sequence[Edit | None]) -> list[float]:
 
         flat = [tensor for pair in factors.values() for tensor in pair]
         key = ("check text", tuple(factors))
-        found = accelerated(lm, losses, ids, *flat, batch=len(edits), key=key)
+        by_row = accelerated(lm, losses, ids, *flat, batch=len(edits), key=key)
     else:
         with edited(lm, edits, range(len(edits))):
-            found = accelerated(lm, lambda: _text_losses(lm, ids, len(edits)), batch=len(edits))
-    return perplexities(found)
+            by_row = accelerated(lm, lambda: _text_losses(lm, ids, len(edits)), batch=len(edits))
+    return perplexities(by_row)
 
 
 def _text_losses(lm: "LM", ids: Int[Tensor, "1 token"], rows: int) -> Float[Tensor, " row"]:

@@ -1,4 +1,4 @@
-"""The closed form: the update of W that sets the values of given keys and disturbs others least.
+"""Closed form: the update of W that sets the values of given keys and changes others least.
 
 Of all ΔW with ΔW k = r, the one with the smallest ‖ΔW C^½‖ is r (C⁻¹k)ᵀ / ((C⁻¹k)ᵀ k): eq. 2 of the
 paper. For several keys at once it is R (U Kᵀ)⁻¹ U, with the directions C⁻¹k as the rows of U.
@@ -70,7 +70,7 @@ def resolve_second_moment(
         setting.check(lm, layer)
         return setting
     if setting == "identity":
-        log.warning("C is left out: this is not the paper's method and disturbs other facts more")
+        log.warning("C is left out: this is not the paper's method and changes other facts more")
         return None
     given = [] if isinstance(setting, str) else setting
     for moment in given:

@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 KL_PROMPT = "{} is a"
-"""Prompt of the KL term: what the model says here about the subject must not change."""
+"""Prompt of the KL term: the next-token distribution after it should not change."""
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids, and what the model should predict at some of their positions."""
+    """Token ids, and the tokens that the model should predict at given positions."""
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
@@ -89,7 +89,7 @@ def edit_request(
 def edit_requests(
     lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str] = (), token: EditToken = "subject-last"
 ) -> list[EditRequest | FactscopeError]:
-    """Tokenize every fact, or return what is wrong with it."""
+    """Tokenize every fact; a fact that cannot be tokenized gives its error."""
     requests: list[EditRequest | FactscopeError] = []
     for fact in facts:
         try:
@@ -102,7 +102,7 @@ def edit_requests(
 def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:
     """The fact without target: its bare prompt, then the prompt after each prefix."""
     bare = replace(fact, target=None)
-    # A prefix must not bring a second slot for the subject.
+    # A prefix must not contain a second slot for the subject.
     texts = [prefix.replace(SUBJECT_SLOT, "") for prefix in prefixes]
     return [bare, *(replace(bare, prompt=text + bare.prompt) for text in texts)]
 
@@ -198,7 +198,7 @@ class TokenBatch:
 
     @property
     def single(self) -> bool:
-        """Whether there is one row only."""
+        """Whether there is only one row."""
         return len(self.ids) == 1
 
     def _select(self, table: Int[Tensor, "row slot"]) -> Int[Tensor, " label"]:
@@ -237,8 +237,8 @@ class TokenBatch:
         """The batch with its rows rotated."""
         return TokenBatch(**{name: x.roll(shift, 0) for name, x in vars(self).items()})
 
-    def only(self, rows: Int[Tensor, " some"]) -> "TokenBatch":
-        """Some of the rows."""
+    def only(self, rows: Int[Tensor, " selected"]) -> "TokenBatch":
+        """The batch of the selected rows."""
         return TokenBatch(**{name: x[rows.to(x.device)] for name, x in vars(self).items()})
 
 
@@ -260,9 +260,9 @@ def generate_prefixes(
         new = tokens - 1 if bos_counts else tokens
         rows = generate_ids(lm, [[start]] * count, new, choose, stop=False)
         texts += [lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
-    # Braces would look like a slot for the subject.
-    plain = str.maketrans("", "", "{}")
-    return tuple(text.replace("\n\n", " ").translate(plain) + JOIN for text in texts)
+    # Braces would be taken for the subject's slot.
+    no_braces = str.maketrans("", "", "{}")
+    return tuple(text.replace("\n\n", " ").translate(no_braces) + JOIN for text in texts)
 
 
 def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def add_changes(first: Change, second: Change) -> Change:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """The limits within which an edit is taken to be safe."""
+    """Limits within which an edit counts as safe."""
 
     division_factor: float = 0.02
     """Minimum cosine between the key k and C⁻¹k, by which the update is divided. Near 0 the update
@@ -136,7 +136,7 @@ class CheckLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EditChecks:
-    """What was measured of an edit, to detect one that damages the model (`editing.checks`)."""
+    """Measurements of an edit that show whether it damages the model (see `editing.checks`)."""
 
     division_factor: float | None
     """Smallest cosine between a key and the direction it is divided by; None if the method has
@@ -154,21 +154,21 @@ class EditChecks:
     def complaints(self, limits: CheckLimits | None = None) -> list[str]:
         """One sentence for each limit that the edit breaks. A NaN breaks its limit."""
         limits = limits or CheckLimits()
-        found = []
+        messages = []
         if self.division_factor is not None and not self.division_factor >= limits.division_factor:
-            found.append(
+            messages.append(
                 f"division factor {self.division_factor:.3g} below {limits.division_factor:g}"
             )
         if not self.update_norm <= limits.update_norm:
-            found.append(
+            messages.append(
                 f"update norm {self.update_norm:.3g} of the weight's, above {limits.update_norm:g}"
             )
         if not self.perplexity_growth <= limits.perplexity:
-            found.append(
-                f"perplexity of a plain text from {self.perplexity_before:.4g} to "
+            messages.append(
+                f"perplexity of unrelated text from {self.perplexity_before:.4g} to "
                 f"{self.perplexity_after:.4g}, above {limits.perplexity:g} times"
             )
-        return found
+        return messages
 
     def raise_if_unsafe(self, limits: CheckLimits | None = None) -> None:
         """Raise `UnsafeEdit` if a limit is broken."""
@@ -201,7 +201,7 @@ class Edit:
     facts: tuple[Fact, ...]
     """The facts that the edit writes; a fact's target is its new object."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The method's settings, with all defaults resolved, and what it found."""
+    """The method's settings, with all defaults resolved, and its results, such as losses."""
     checks: EditChecks | None = None
     """None if not measured."""
 
@@ -321,7 +321,7 @@ def _parts(edit: Edit) -> list[dict[str, Any]]:
 
 # ---- the file format: safetensors
 #
-# The header holds everything but the changes, as text or JSON. A low-rank change of a weight is
+# The header holds all fields but the changes, as text or JSON. A low-rank change of a weight is
 # the tensors `<weight>#B` and `<weight>#A`, a dense one is `<weight>#delta`, all float32.
 
 FORMAT = "factscope-edit"
@@ -350,13 +350,13 @@ def _header(edit: Edit) -> dict[str, str]:
 
 
 def _tensors(changes: Mapping[str, Change]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, change in changes.items():
         for part, tensor in vars(change).items():  # B and A, or delta
             tensor = tensor.detach().to("cpu", torch.float32)
             # safetensors rejects tensors that share memory.
-            found[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
-    return found
+            tensors[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
+    return tensors
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -53,7 +53,7 @@ class Editor(ABC):
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values. Override it where a field is not a plain value."""
+        """The settings as JSON-compatible values; overridden where a field is not one."""
         return dict(vars(self))
 
     def __call__(

@@ -108,7 +108,7 @@ def _adapters(edit: Edit, lm: "LM", rank: int | None) -> dict[str, _Adapter]:
 
 
 def _checked(change: Change, lm: "LM", name: str) -> Change:
-    """The change, on the CPU, if a LoRA adapter can make it."""
+    """The change, on the CPU; raises if a LoRA adapter cannot express it."""
     if linear_of(lm, name) is None:
         raise BadEdit(
             f"{name} belongs to no linear layer alone, so no LoRA adapter can change it; export a "
@@ -135,7 +135,7 @@ def _adapter(lm: "LM", module: str, changes: Mapping[str, Change], rank: int | N
     weight = f"{module}.weight"
     if "weight" in changes:
         factors = _factors(changes["weight"], rank)
-    else:  # only the bias changes, but peft wants a rank of at least 1
+    else:  # only the bias changes, but peft needs a rank of at least 1
         value, key = _shape(lm, weight)
         factors = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
     bias = changes["bias"].matrix() if "bias" in changes else None

@@ -1,7 +1,7 @@
 """Fine-tuning on a fact: FT, FT+L and AttnEdit (App. E.1 and I).
 
-One procedure, three presets: Adam on some weights of one layer until the model predicts the new
-object after the bare prompt.
+One procedure, three presets: Adam on weights of one layer until the model predicts the new object
+after the bare prompt.
 
     FT           the MLP's output weight
     FT_L         the same, no entry changed by more than ε
@@ -9,7 +9,7 @@ object after the bare prompt.
 
 The model's weights are not written. Each fact has its own change Δ, added as x Δᵀ to the output of
 the module; the layers below run once, and every step runs the blocks from the trained layer
-upwards. Adam treats every entry on its own, so facts in one batch get what each would get alone.
+upwards. Adam treats every entry on its own, so facts in one batch do not affect each other.
 (In single precision a few entries in 100,000 still differ, where the gradient is close to rounding
 error: Adam's first step depends on the sign of the gradient only.)
 """
@@ -93,18 +93,18 @@ class FineTuneObjective:
     ) -> Float[Tensor, " row"]:
         """The mean of -log P over the target tokens of each row."""
         hidden = self.states
-        with hook_io(*((w.module, _adding(d)) for w, d in zip(weights, deltas, strict=True))):
+        with hook_io(*((w.module, _add_delta(d)) for w, d in zip(weights, deltas, strict=True))):
             for layer in range(self.layer, self.lm.n_layers):
                 hidden = self.replay(layer, hidden)
         return self.batch.losses(self.batch.log_probs(self.lm, hidden))
 
-    def only(self, rows: Int[Tensor, " some"]) -> "FineTuneObjective":
-        """The same for some of the rows."""
+    def only(self, rows: Int[Tensor, " selected"]) -> "FineTuneObjective":
+        """The same for the selected rows."""
         states = self.states[rows.to(self.states.device)]
         return replace(self, states=states, batch=self.batch.only(rows))
 
 
-def _adding(delta: Float[Tensor, "group ..."]) -> Callable[[Tensor, Tensor], Tensor]:
+def _add_delta(delta: Float[Tensor, "group ..."]) -> Callable[[Tensor, Tensor], Tensor]:
     """A hook that adds each group's change to a module's output.
 
     Some families flatten rows and tokens; either way the rows of a group are consecutive.
@@ -131,7 +131,7 @@ def target_row(request: EditRequest, objective: TargetPositions) -> TokenRow:
 
 
 def prepare_objective(lm: "LM", rows: Sequence[TokenRow], layer: int) -> FineTuneObjective:
-    """Run the rows once and keep the input of the trained layer."""
+    """Run the rows once and store the input of the trained layer."""
     batch = TokenBatch.of(rows, lm.device)
     run = forward(lm, batch.ids)
     return FineTuneObjective(
@@ -176,16 +176,16 @@ def minimise(
         for step in range(settings.steps + 1):
             last = step == settings.steps
             losses, gradients = _loss_and_gradients(objectives, weights, deltas, backward=not last)
-            going = (losses >= settings.stop_loss) & losses.isfinite() & (not last)
+            unfinished = (losses >= settings.stop_loss) & losses.isfinite() & (not last)
             for i, group in enumerate(active.tolist()):
                 results[group].losses.append(losses[i].item())
-                if not going[i]:
+                if not unfinished[i]:
                     results[group].deltas.extend(x[i].float().cpu() for x in deltas)
-            if not going.any():
+            if not unfinished.any():
                 progress(1 - step * fraction)
                 break
-            if not going.all():  # then there are several groups, of one row each
-                rest = going.nonzero()[:, 0]
+            if not unfinished.all():  # then there are several groups, of one row each
+                rest = unfinished.nonzero()[:, 0]
                 active, objectives = active[rest], [x.only(rest) for x in objectives]
                 for tensors in (deltas, means, squares, gradients):
                     tensors[:] = [x[rest.to(x.device)] for x in tensors]
@@ -260,7 +260,7 @@ class BoundFineTune(BoundEditor):
             objectives = [prepare_objective(self.lm, batch, self.layer) for batch in batches]
             return minimise(objectives, self.weights, 1, self.settings, nested.within(0.0, 1.0))[0]
 
-        result, _ = retry_smaller(train, self._facts_per_pass(rows, own_delta=False))
+        result, _ = retry_smaller(train, self._facts_per_pass(rows, delta_per_fact=False))
         edits = raise_first_error([self._edit(facts, result)])
         return with_checks(self.lm, edits)[0]
 
@@ -272,7 +272,7 @@ class BoundFineTune(BoundEditor):
         """
 
         def train_all(requests: list[EditRequest]) -> list[Edit | FactscopeError]:
-            size = self._facts_per_pass(self._rows(requests), own_delta=True)
+            size = self._facts_per_pass(self._rows(requests), delta_per_fact=True)
             return run_in_batches(requests, size, self._train_each, progress)
 
         edits = map_valid(edit_requests(self.lm, facts), train_all)
@@ -289,11 +289,11 @@ class BoundFineTune(BoundEditor):
         return [target_row(request, self.settings.objective) for request in requests]
 
     def _standard_deviation(self) -> float:
-        """Of the entries of the trained matrices."""
+        """Standard deviation of the entries of the trained matrices."""
         matrices = [w.parameter.detach().float().cpu() for w in self.weights if len(w.shape) == 2]
         return torch.cat([matrix.flatten() for matrix in matrices]).std().item()
 
-    def _facts_per_pass(self, rows: Sequence[TokenRow], *, own_delta: bool) -> int:
+    def _facts_per_pass(self, rows: Sequence[TokenRow], *, delta_per_fact: bool) -> int:
         """How many facts fit into memory, each with its own Δ or all with one."""
         if self.settings.facts_per_pass is not None:
             return self.settings.facts_per_pass
@@ -306,7 +306,7 @@ class BoundFineTune(BoundEditor):
         states = layers * length * (16 * lm.width + 8 * keys) * lm.dtype.itemsize
         row = states + 4 * labels * vocabulary * 4
         free = Budget.of(lm, None).bytes
-        fit = free // (delta + row) if own_delta else (free - delta) // row
+        fit = free // (delta + row) if delta_per_fact else (free - delta) // row
         return max(1, min(fit, len(rows)))
 
     def _edit(self, facts: Sequence[Fact], result: FineTuneResult) -> Edit | FactscopeError:

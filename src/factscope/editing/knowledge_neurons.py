@@ -74,7 +74,7 @@ class Neuron:
     layer: int
     neuron: int
     attribution: float
-    """What it adds to the answer's probability."""
+    """Its integrated gradient: its contribution to the answer's probability."""
     activation: float
     context_fraction: float
     """Fraction of the contexts in which coarse selection selected it."""
@@ -89,7 +89,7 @@ class FoundNeurons:
     coarse: tuple[float, ...]
     """By layer, how many neurons coarse selection selected in a context on average."""
     gap: float
-    """Error of the attributions: how far they are from summing to the layers' gains, relative."""
+    """Relative error of the attributions: they should sum to the layers' gains."""
 
 
 def select_neurons(
@@ -199,7 +199,7 @@ class BoundKN(BoundEditor):
     # ---- steps 1 to 3: attribution and selection
 
     def _facts_per_pass(self, requests: Sequence[NeuronRequest]) -> int:
-        """How many facts' scores fit beside the attribution itself; one fills a CPU."""
+        """Facts per batch whose scores fit into memory beside the attribution; one on a CPU."""
         lm = self.lm
         if lm.device.type == "cpu":
             return 1
@@ -213,28 +213,26 @@ class BoundKN(BoundEditor):
     ) -> list[FoundNeurons | FactscopeError]:
         kn = self.settings
         rows = [row for request in requests for row in request.rows]
-        all_found = attribute_neurons(
+        attributions = attribute_neurons(
             self.lm, rows, steps=kn.steps, rule=kn.rule, tolerance=kn.tolerance, site=kn.site,
             progress=progress,
         )  # fmt: skip
         sizes = [request.readouts for request in requests]
-        parts = zip(*(x.split(sizes) for x in vars(all_found).values()), strict=True)
+        parts = zip(*(x.split(sizes) for x in vars(attributions).values()), strict=True)
         return [
             self._select(
-                request, NeuronAttributions(**dict(zip(vars(all_found), part, strict=True)))
+                request, NeuronAttributions(**dict(zip(vars(attributions), part, strict=True)))
             )
             for request, part in zip(requests, parts, strict=True)
         ]
 
     def _select(
-        self, request: NeuronRequest, found: NeuronAttributions
+        self, request: NeuronRequest, ig: NeuronAttributions
     ) -> FoundNeurons | FactscopeError:
         """Steps 2 and 3 for one fact."""
         # The answer has the same number of tokens in each context: average over them.
         contexts = len(request.rows)
-        scores, neurons = (
-            x.unflatten(0, (contexts, -1)).mean(1) for x in (found.scores, found.neurons)
-        )
+        scores, neurons = (x.unflatten(0, (contexts, -1)).mean(1) for x in (ig.scores, ig.neurons))
         fact, kn = request.fact, self.settings
         answer = "the model's prediction" if fact.old is None else repr(fact.old)
         if not scores.isfinite().all():
@@ -249,13 +247,13 @@ class BoundKN(BoundEditor):
             )
         selected, coarse = select_neurons(scores, kn.threshold, kn.context_fraction, kn.max_neurons)
         layer, number = selected.T
-        columns = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
-        gap = (found.scores.sum(-1) - found.gains).abs().sum() / found.gains.abs().sum()
+        means = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
+        gap = (ig.scores.sum(-1) - ig.gains).abs().sum() / ig.gains.abs().sum()
         return FoundNeurons(
             request=request,
             neurons=tuple(
                 Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
-                for (i, n), a, k, c in zip(selected.tolist(), *columns, strict=True)
+                for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
             ),
             coarse=tuple(coarse.sum(-1).float().mean(0).tolist()),
             gap=gap.item(),
@@ -264,7 +262,7 @@ class BoundKN(BoundEditor):
     # ---- step 4: the edit
 
     def _edit(self, found: Sequence[FoundNeurons]) -> Edit:
-        """One edit for all the facts; its settings include what was found."""
+        """One edit for all facts; its settings include the selected neurons."""
         parts = [self._changes(one) for one in found]
         names = dict.fromkeys(name for part in parts for name in part)
         return Edit(

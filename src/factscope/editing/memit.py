@@ -1,7 +1,8 @@
 """MEMIT: many facts at once, spread over several layers (Meng et al., 2023).
 
-For each fact, a state z at the last of the layers is searched that makes the model predict the new
-object (value_search.py). Then the MLP output weights are updated from the lowest layer upwards:
+For each fact, the value search (value_search.py) finds a state z at the last of the layers that
+makes the model predict the new object. Then the MLP output weights are updated from the lowest
+layer upwards:
 
     ΔW = R Kᵀ (λ C + K Kᵀ)⁻¹
 
@@ -44,16 +45,16 @@ class BoundMemit(BoundEditor):
     """MEMIT bound to a model, every default resolved."""
 
     def __init__(self, settings: Memit, lm: "LM") -> None:
-        known = memit_defaults(lm)
-        layers = known.layers if settings.layers is None else settings.layers
+        defaults = memit_defaults(lm)
+        layers = defaults.layers if settings.layers is None else settings.layers
         if not layers or list(layers) != sorted(set(layers)):
             raise BadSetting(f"layers is {layers}; give at least one, in ascending order")
         self.settings = settings
         self.lm = lm
         self.layers = tuple(check_layer(lm, layer) for layer in layers)
-        self.covariance_weight = settings.covariance_weight or known.covariance_weight
+        self.covariance_weight = settings.covariance_weight or defaults.covariance_weight
         self.prefixes = resolve_prefixes(lm, settings)
-        self.search = settings.search.resolve(steps=known.steps, clamp=known.clamp)
+        self.search = settings.search.resolve(steps=defaults.steps, clamp=defaults.clamp)
         self.second_moments = [
             resolve_second_moment(lm, layer, settings.second_moment) for layer in self.layers
         ]
@@ -115,17 +116,17 @@ class BoundMemit(BoundEditor):
             rows = [row for request in batch for row in request.rows]
             edit_of = [group_of[begin + i] for i, request in enumerate(batch) for _ in request.rows]
             ids = pad_rows(rows, lm.device)
-            seen: list[Tensor] = []
+            read: list[Tensor] = []
             with (
                 edited(lm, edits, edit_of),
-                hook_calls((lm.mlp_out(layer), lambda args, _, seen=seen: seen.append(args[0]))),
-                hook_outputs((lm.blocks[last], lambda out, seen=seen: seen.append(out.clone()))),
+                hook_calls((lm.mlp_out(layer), lambda args, _, read=read: read.append(args[0]))),
+                hook_outputs((lm.blocks[last], lambda out, read=read: read.append(out.clone()))),
             ):
                 lm.model.base_model(ids, use_cache=False)
             position = torch.tensor([row.edit_position for row in rows])
             row = torch.arange(len(rows))
             # Some families flatten rows and tokens before the MLP.
-            k, h = (x.reshape(*ids.shape, -1)[row, position].float() for x in seen)
+            k, h = (x.reshape(*ids.shape, -1)[row, position].float() for x in read)
             contexts = len(batch[0].rows)
             keys.append(self._mean_key(k.unflatten(0, (-1, contexts))))
             states.append(h.unflatten(0, (-1, contexts))[:, 0])

@@ -1,5 +1,5 @@
-"""Integrated gradients of MLP neurons: what each adds to P[o], an answer's probability (Dai et al.,
-2022).
+"""Integrated gradients of MLP neurons: the contribution of each to P[o], an answer's probability
+(Dai et al., 2022).
 
 A neuron is an entry of a layer's key k, the input of the MLP's output weight. At the position that
 predicts the answer all neurons of a layer are scaled by α, from 0 to 1, and the gradient of P[o] is
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 __all__ = ["NeuronAttributions", "NeuronPaths", "PathPoints", "attribute_neurons"]
 
 MAX_DEPTH = 16
-"""How often a segment is halved at most. Where a norm follows the MLP, as in Gemma 2, nearly all of
-the gain is at the very start of the path."""
+"""Maximum number of times a segment is halved. Where a norm follows the MLP, as in Gemma 2, nearly
+all of the gain is at the start of the path."""
 HALF_TOLERANCE = 0.7
-"""Fraction of a segment's tolerance that each half gets: mostly one half has nearly all of the
-error."""
+"""Fraction of a segment's tolerance that each half gets, not 0.5: usually one half has nearly all
+of the error."""
 MIN_GAIN = 0.1
 """The tolerance of a layer is relative to its gain, but to at least this fraction of the largest
 layer's gain."""
 FIRST_PASS = 0.7
-"""Fraction of the work that the unhalved paths are taken to be, for progress."""
+"""Assumed fraction of the work before any segment is halved, for progress reports."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NeuronAttributions:
-    """What the neurons of every layer add to P[o]. A readout is a position with the token o."""
+    """Each neuron's contribution to P[o]. A readout is a position with the token o."""
 
     scores: Float[Tensor, "readout layer neuron"]
     """IG of each neuron."""
@@ -85,30 +85,30 @@ def attribute_neurons(
     nested = NestedProgress(progress)
     readouts, layers = len(paths.label), lm.n_layers
     segments = [_Segment(i, layer, 0.0, 1.0) for i in range(readouts) for layer in range(layers)]
-    found = integrator(segments, nested.within(0.0, FIRST_PASS))
+    integrals = integrator(segments, nested.within(0.0, FIRST_PASS))
     end_p = paths.clean_probability().repeat_interleave(layers)
-    gains = (end_p - found.start_p).view(readouts, layers)
-    scores = found.scores.view(readouts, layers, -1).clone()
-    neurons = found.neurons.view(readouts, layers, -1)
+    gains = (end_p - integrals.start_p).view(readouts, layers)
+    scores = integrals.scores.view(readouts, layers, -1).clone()
+    neurons = integrals.neurons.view(readouts, layers, -1)
     if tolerance is not None:
         largest = gains.abs().amax(1, keepdim=True)
         allowed = tolerance * gains.abs().maximum(MIN_GAIN * largest).flatten()
         for depth in range(MAX_DEPTH):
-            error = (found.scores.sum(-1) - (end_p - found.start_p)).abs()
-            wrong = (error > allowed).nonzero()[:, 0].tolist()
-            if not wrong:
+            error = (integrals.scores.sum(-1) - (end_p - integrals.start_p)).abs()
+            inaccurate = (error > allowed).nonzero()[:, 0].tolist()
+            if not inaccurate:
                 break
             # Replace the score of each such segment by those of its halves.
-            for i in wrong:
-                scores[segments[i].readout, segments[i].layer] -= found.scores[i]
-            segments = [half for i in wrong for half in segments[i].halves()]
+            for i in inaccurate:
+                scores[segments[i].readout, segments[i].layer] -= integrals.scores[i]
+            segments = [half for i in inaccurate for half in segments[i].halves()]
             length = (1 - FIRST_PASS) / MAX_DEPTH
-            found = integrator(segments, nested.within(FIRST_PASS + depth * length, length))
-            for segment, score in zip(segments, found.scores, strict=True):
+            integrals = integrator(segments, nested.within(FIRST_PASS + depth * length, length))
+            for segment, score in zip(segments, integrals.scores, strict=True):
                 scores[segment.readout, segment.layer] += score
             # A first half ends where the second one starts.
-            end_p = torch.stack([found.start_p[1::2], end_p[wrong]], dim=1).flatten()
-            allowed = HALF_TOLERANCE * allowed[wrong].repeat_interleave(2)
+            end_p = torch.stack([integrals.start_p[1::2], end_p[inaccurate]], dim=1).flatten()
+            allowed = HALF_TOLERANCE * allowed[inaccurate].repeat_interleave(2)
     nested.within(0.0, 1.0)(1.0)
     return NeuronAttributions(scores=scores, neurons=neurons, gains=gains)
 
@@ -150,8 +150,8 @@ class _Integrator:
         self.size = max(1, math.ceil((points_per_pass or paths.max_points()) / steps))
 
     def __call__(self, segments: Sequence[_Segment], progress: Progress) -> _Integrals:
-        found = run_in_batches(segments, self.size, self._batch, progress)
-        return _Integrals(*(torch.stack(part) for part in zip(*found, strict=True)))
+        results = run_in_batches(segments, self.size, self._batch, progress)
+        return _Integrals(*(torch.stack(part) for part in zip(*results, strict=True)))
 
     def _batch(
         self, segments: Sequence[_Segment], progress: Progress
@@ -173,9 +173,9 @@ class _Integrator:
         weight = (length * self.weights.repeat(len(ordered)))[:, None].float()
         ig = (points.neurons * points.gradients * weight).unflatten(0, (-1, steps)).sum(1)
         progress(1.0)
-        back = torch.tensor(order, device=device).argsort()
+        inverse = torch.tensor(order, device=device).argsort()
         parts = ig, points.neurons[::steps], points.p[::steps]
-        return list(zip(*(part[back] for part in parts), strict=True))
+        return list(zip(*(part[inverse] for part in parts), strict=True))
 
 
 # ---- P[o] and its gradient at points of paths
@@ -183,7 +183,7 @@ class _Integrator:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PathPoints:
-    """What was computed at some points."""
+    """P[o] and its gradient at points of paths."""
 
     neurons: Float[Tensor, "point neuron"]
     """k: the neurons of the point's layer in the clean run."""
@@ -194,7 +194,7 @@ class PathPoints:
 
 
 class NeuronPaths:
-    """The readouts of some rows, and the clean run over those rows."""
+    """The readouts of token rows, and the clean run over them."""
 
     def __init__(self, lm: "LM", rows: Sequence[TokenRow], site: NeuronSite = "key") -> None:
         self.lm, self.site = lm, site
@@ -316,11 +316,11 @@ class NeuronPaths:
     ) -> tuple[Float[Tensor, " row"], Float[Tensor, "row width"]]:
         """P[o] of each last-layer state and its gradient, for as many rows as logits fit."""
         size = Budget.of(self.lm, None).batch_sizes(self.lm).logits
-        found: list[tuple[Tensor, Tensor]] = []
-        for some, wanted in zip(states.split(size), label.split(size), strict=True):
-            leaf = some.detach().requires_grad_()
+        results: list[tuple[Tensor, Tensor]] = []
+        for chunk, labels in zip(states.split(size), label.split(size), strict=True):
+            leaf = chunk.detach().requires_grad_()
             with torch.enable_grad():
-                p = token_probability(self.lm, leaf, wanted)
-            found.append((p.detach(), torch.autograd.grad(p.sum(), leaf)[0]))
-        p, gradients = zip(*found, strict=True)
+                p = token_probability(self.lm, leaf, labels)
+            results.append((p.detach(), torch.autograd.grad(p.sum(), leaf)[0]))
+        p, gradients = zip(*results, strict=True)
         return torch.cat(p), torch.cat(gradients)

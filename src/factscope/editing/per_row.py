@@ -1,4 +1,4 @@
-"""Per-row edits: in one batch, each row is run with an edit of its own.
+"""Per-row edits: each row of a batch runs with its own edit.
 
 The output of a linear layer whose weight is changed by ΔW = B A is W x + B (A x). A hook adds the
 second term, with A and B of each row's edit, so no weight is written and one forward pass runs
@@ -37,7 +37,7 @@ OutputDelta = Callable[[Float[Tensor, "row token key"]], Float[Tensor, "row toke
 def edited(
     lm: "LM", edits: Sequence[Edit | None], edit_index: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Inside, row i of every batch is run with edits[edit_index[i]]; None leaves a row unedited.
+    """Inside, row i of every batch runs with edits[edit_index[i]]; None leaves a row unedited.
 
     Without `edit_index` row i gets edit i; a single edit is then given to all rows of any batch.
     """
@@ -69,23 +69,23 @@ def edited(
 def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Tensor, Tensor]]:
     """For each changed weight A and B of all edits, stacked, for `factors_applied`.
 
-    Empty if an edit has a change of a bias, a dense one, or one of too high a rank.
+    Empty if an edit changes a bias, or has a change that is dense or of too high a rank.
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, changes in _changes_by_weight(lm, edits).items():
-        thin = _thin(changes)
-        if thin is None or linear_of(lm, name) is None:
+        low_rank = _copyable(changes)
+        if low_rank is None or linear_of(lm, name) is None:
             return {}
-        rank_one = all(change is None or change.rank == 1 for change in thin)
-        A, B = _stack_factors(thin, 1 if rank_one else RANK_MULTIPLE)
+        rank_one = all(change is None or change.rank == 1 for change in low_rank)
+        A, B = _stack_factors(low_rank, 1 if rank_one else RANK_MULTIPLE)
         device = weight_of(lm, name).device
-        found[name] = (A.to(device), B.to(device))
-    return found
+        factors[name] = (A.to(device), B.to(device))
+    return factors
 
 
 @contextmanager
 def factors_applied(lm: "LM", factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, row i of every batch is run with the i-th of the factors (`factors_by_row`)."""
+    """Inside, row i of every batch runs with the i-th factors of `factors_by_row`."""
     hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
     for name, (A, B) in factors.items():
         module = linear_of(lm, name)
@@ -168,9 +168,9 @@ def _output_delta_by_row(
         zero = torch.zeros_like(present[0].matrix())
         biases = torch.stack([zero if c is None else c.matrix() for c in changes])[edit_index]
         return lambda x: biases[:, None].expand(-1, x.shape[1], -1)
-    thin = _thin(changes)
-    if thin is not None:
-        A, B = _stack_factors(thin)
+    low_rank = _copyable(changes)
+    if low_rank is not None:
+        A, B = _stack_factors(low_rank)
         return _factor_delta(A[edit_index], B[edit_index])
     # A copy for each row would be too large: group the rows by edit.
     groups = [
@@ -194,14 +194,14 @@ def _factor_delta(
     return lambda x: torch.bmm(torch.bmm(x.float(), A.mT), B.mT)
 
 
-def _thin(changes: Sequence[Change | None]) -> list[LowRank | None] | None:
-    """The same changes if each is of low enough a rank to be copied for each row."""
-    thin = [
+def _copyable(changes: Sequence[Change | None]) -> list[LowRank | None] | None:
+    """The changes, if all have a low enough rank to be copied for each row; otherwise None."""
+    low_rank = [
         change
         for change in changes
         if change is None or (isinstance(change, LowRank) and change.rank <= MAX_FACTOR_RANK)
     ]
-    return thin if len(thin) == len(changes) else None
+    return low_rank if len(low_rank) == len(changes) else None
 
 
 def _stack_factors(

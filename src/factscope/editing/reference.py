@@ -1,6 +1,6 @@
-"""ROME as the paper's code computes it: one fact, the whole model at every step.
+"""Reference implementation of ROME: one fact, the full model at every step, like the paper's.
 
-Slow and simple. The tests compare the fast search with it, and bench/edit.py measures against it.
+Tests compare the value search with it; bench/edit.py measures the speedup over it.
 """
 
 from dataclasses import dataclass

@@ -78,7 +78,7 @@ class ValueResult:
 
     @property
     def fact(self) -> Fact:
-        """The fact that was searched."""
+        """The fact to write."""
         return self.request.fact
 
 
@@ -137,15 +137,15 @@ def minimise(
         start = time.perf_counter()
         last = i == steps
         if last and objective.facts >= MIN_BATCH:
-            losses, moved = batch.objective.losses_only(batch.state), batch.state
+            losses, new_state = batch.objective.losses_only(batch.state), batch.state
         else:
-            losses, moved = step(batch.state, objective.bias_corrections[i - 1])
+            losses, new_state = step(batch.state, objective.bias_corrections[i - 1])
         batch.record(losses, search.stop_loss)
         progress(1 / steps)
         if last or batch.finished == 1:
             progress(1 - i / steps)
             break
-        batch.advance(moved)
+        batch.advance(new_state)
         saving = (time.perf_counter() - start) * batch.finished * (steps - i)
         if batch.finished and saving > step.capture_seconds:
             batch.drop_finished()
@@ -154,7 +154,7 @@ def minimise(
 
 
 class _Batch:
-    """The facts of a search that are still in the batch, and the δ and losses of all."""
+    """State of a search: the facts still in the batch, and δ and losses of all facts."""
 
     def __init__(self, objective: "ValueObjective") -> None:
         facts, width = objective.facts, objective.hidden.shape[-1]
@@ -286,7 +286,7 @@ class ValueObjective:
 
     @property
     def facts(self) -> int:
-        """How many facts are searched at once."""
+        """The number of facts in the batch."""
         return len(self.value_norm)
 
     @property
@@ -313,12 +313,12 @@ class ValueObjective:
         gradient = gradient / LOSS_SCALE
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient**2
-        spread = (square / correction[1]).sqrt() + 1e-8
-        moved = delta.detach() - self.search.lr * (mean / correction[0]) / spread
-        longest = self.search.max_norm * self.value_norm[:, None]
-        norm = moved.norm(dim=-1, keepdim=True)
-        moved = torch.where(norm > longest, moved * longest / norm, moved)
-        return losses.detach(), torch.stack([moved, mean, square])
+        denominator = (square / correction[1]).sqrt() + 1e-8
+        new_delta = delta.detach() - self.search.lr * (mean / correction[0]) / denominator
+        max_norm = self.search.max_norm * self.value_norm[:, None]
+        norm = new_delta.norm(dim=-1, keepdim=True)
+        new_delta = torch.where(norm > max_norm, new_delta * max_norm / norm, new_delta)
+        return losses.detach(), torch.stack([new_delta, mean, square])
 
     @torch.no_grad()
     def losses_only(self, state: Float[Tensor, "3 fact width"]) -> Float[Tensor, " fact"]:
@@ -331,11 +331,11 @@ class ValueObjective:
         device = states.device
         row = torch.cat([self.target_row, self.kl_row]).to(device)
         slot = torch.cat([self.target_slot, self.kl_slot]).to(device)
-        logs = self.lm.decode(states[row, slot]).float().log_softmax(-1).to(delta.device)
-        targets, now = logs.split([len(self.target_id), self.facts])
+        log_probs = self.lm.decode(states[row, slot]).float().log_softmax(-1).to(delta.device)
+        targets, kl_log_probs = log_probs.split([len(self.target_id), self.facts])
         nll = -targets.gather(1, self.target_id[:, None])[:, 0] * self.target_weight
         target = torch.zeros_like(self.value_norm).index_add(0, self.target_fact, nll)
-        kl = (now.exp() * (now - self.kl_reference)).sum(-1)
+        kl = (kl_log_probs.exp() * (kl_log_probs - self.kl_reference)).sum(-1)
         # The gradient of the square root at 0 is infinite; the small constant makes it 0 there.
         norm = (delta.square().sum(-1) + 1e-30).sqrt()
         power = 2 if self.search.weight_decay_form == "paper" else 1
@@ -375,8 +375,8 @@ class ValueObjective:
         """The blocks, callable on these rows."""
         return Replay(self.lm, self.run, self.view, split_past=self.split_past)
 
-    def select(self, facts: Int[Tensor, " some"]) -> "ValueObjective":
-        """The objective of some of the facts, in the given order."""
+    def select(self, facts: Int[Tensor, " selected"]) -> "ValueObjective":
+        """The objective of the selected facts, in the given order."""
         number = torch.full_like(self.value_norm, -1, dtype=torch.long)
         number[facts] = torch.arange(len(facts), device=facts.device)
         rows = (number[self.fact] >= 0).nonzero()[:, 0]
@@ -401,22 +401,22 @@ class ValueObjective:
             kl_reference=self.kl_reference[facts], value_norm=self.value_norm[facts],
         )  # fmt: skip
 
-    # What `lm.accel` needs to know to run steps faster.
+    # What `lm.accel` needs to run steps faster.
 
     def key(self) -> tuple[Any, ...]:
-        """What objectives share whose steps differ in tensors only."""
+        """Everything beside the tensors that a captured step depends on."""
         return (
             self.layer, self.site, self.split_past, astuple(self.search), self.view.past,
         )  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads and that differs between facts."""
-        _ = self._at_edit_slot, self.bias_corrections  # cached on first use: make them now
+        _ = self._at_edit_slot, self.bias_corrections  # cached on first use: compute them now
         self.replay.prepare(range(self.layer, self.lm.n_layers), self.hidden)
-        own = [x for x in vars(self).values() if isinstance(x, Tensor)]
+        fields = [x for x in vars(self).values() if isinstance(x, Tensor)]
         above, past = slice(self.layer, None), self.view.past
         keys = [x[:, :, :past] for x in (*self.run.keys[above], *self.run.values[above])]
-        return [*own, *self.replay.tensors, *keys]
+        return [*fields, *self.replay.tensors, *keys]
 
     def modules(self) -> list[nn.Module]:
         """Every module that a step runs."""
@@ -474,8 +474,8 @@ def prepare_search(
     objective = replace(objective, run=replace(run, states=[]))  # only keys and values are needed
     return PreparedSearch(
         objective=objective,
-        keys=[keys[mine] for mine in contexts],
-        values=[values[mine] for mine in contexts],
+        keys=[keys[span] for span in contexts],
+        values=[values[span] for span in contexts],
     )
 
 
@@ -520,15 +520,15 @@ def _unedited_run(
     """The run, and the input and output of the layer's MLP output weight."""
 
     def compute(ids: Tensor) -> tuple[ActivationCache, Tensor, Tensor]:
-        seen: list[Tensor] = []
+        recorded: list[Tensor] = []
 
-        def keep(x: Tensor, output: Tensor) -> None:
-            # Falcon adds to the output in place: keep a copy.
-            seen.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
+        def record(x: Tensor, output: Tensor) -> None:
+            # Falcon adds to the output in place, so copy it.
+            recorded.extend((x.reshape(*ids.shape, -1), output.clone().reshape(*ids.shape, -1)))
 
-        with hook_io((lm.mlp_out(layer), keep)):
+        with hook_io((lm.mlp_out(layer), record)):
             run = forward(lm, ids)
-        return run, seen[0], seen[1]
+        return run, recorded[0], recorded[1]
 
     key = ("edit contexts", layer) if facts == 1 else None
     return accelerated(
@@ -550,13 +550,13 @@ def _objective(
 
     targets = [
         (i, position - starts[i], f, 1 / (len(request.target) * len(request.rows)), label)
-        for f, (request, mine) in enumerate(zip(requests, contexts, strict=True))
-        for i in range(mine.start, mine.stop)
+        for f, (request, span) in enumerate(zip(requests, contexts, strict=True))
+        for i in range(span.start, span.stop)
         for position, label in zip(rows[i].positions, request.target, strict=True)
     ]
     targets += [(0, 0, 0, 0.0, 0)] * (buckets.for_targets(len(targets)) - len(targets))
     row, slot, target_fact, weight, label = zip(*targets, strict=True)
-    kl_rows = [mine.stop for mine in contexts]
+    kl_rows = [span.stop for span in contexts]
     kl_positions = [rows[i].positions[0] for i in kl_rows]
     reference = lm.decode(run.states[-1][kl_rows, kl_positions]).float().log_softmax(-1)
     entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
@@ -570,7 +570,7 @@ def _objective(
         kl_row=tensor(kl_rows),
         kl_slot=tensor([p - starts[i] for i, p in zip(kl_rows, kl_positions, strict=True)]),
         kl_reference=reference.to(device),
-        value_norm=values[[mine.start for mine in contexts]].norm(dim=-1).to(device),
+        value_norm=values[[span.start for span in contexts]].norm(dim=-1).to(device),
     )  # fmt: skip
 
 

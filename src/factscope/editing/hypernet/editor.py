@@ -67,7 +67,7 @@ class BoundHypernet(BoundEditor):
         return map_valid(self._edits(facts, progress), self._checked)
 
     def _checked(self, edits: Sequence[Edit]) -> list[Edit]:
-        """The edits with their checks; that of a single fact may have them already."""
+        """The edits with their checks; a captured edit has them already."""
         return list(edits) if all(edit.checks for edit in edits) else with_checks(self.lm, edits)
 
     def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
@@ -95,12 +95,14 @@ class BoundHypernet(BoundEditor):
         entering, _ = self.split.below(batch.ids)
         losses, changes = self._changes(batch, entering, encoded)
         return [
-            self._to_edit(request, [change.to("cpu") for change in own], loss)
-            for request, own, loss in zip(requests, _by_fact(changes), losses.tolist(), strict=True)
+            self._to_edit(request, [change.to("cpu") for change in parts], loss)
+            for request, parts, loss in zip(
+                requests, _by_fact(changes), losses.tolist(), strict=True
+            )
         ]
 
     def _token_batch(self, requests: Sequence[EditRequest]) -> TokenBatch:
-        """The requests as tensors; the lengths of a single one are rounded up to few shapes."""
+        """The requests as tensors; the lengths of a single one are rounded up, for fewer shapes."""
         rows = [request.rows[0] for request in requests]
         buckets = LengthBuckets.of(self.lm, len(rows))
         tokens = buckets.for_tokens(max(len(row.ids) for row in rows), self.lm.context)
@@ -124,7 +126,7 @@ class BoundHypernet(BoundEditor):
         text = check_text_ids(self.lm)
         tensors = (text, encoded, *vars(batch).values())
         network = self.network
-        # A captured pass reads the network where it lies in memory.
+        # A captured pass reads the network's weights at their addresses.
         addresses = tuple(x.data_ptr() for x in network.state_dict().values())
         key: Any = (network.method, self.settings.scale, network.config, network.weights, addresses)
         losses, changes, text_losses = captured(self.lm, key, self._changes_and_checks, *tensors)
@@ -179,8 +181,8 @@ def _by_fact(changes: Sequence[FactorChange]) -> Iterator[list[LowRank]]:
     for i in range(nonzero.shape[1]):
         ranks = [mask.nonzero()[:, 0].to(device) for mask in nonzero[:, i]]
         yield [
-            LowRank(change.B[i][:, own].float(), change.A[i][own].float())
-            for change, own in zip(changes, ranks, strict=True)
+            LowRank(change.B[i][:, nonzero_ranks].float(), change.A[i][nonzero_ranks].float())
+            for change, nonzero_ranks in zip(changes, ranks, strict=True)
         ]
 
 

@@ -85,14 +85,14 @@ class CaseExamples:
         return sorted(indices, key=lambda i: len(self.cases[i].fact.text))
 
     def load(self, lm: "LM", indices: Sequence[int]) -> list[Example]:
-        """The examples at these indices, without cases that the model cannot read."""
-        found = []
+        """The examples at these indices, without cases that cannot be tokenized."""
+        examples = []
         for i in indices:
             try:
-                found.append(self._example(lm, self.cases[i]))
+                examples.append(self._example(lm, self.cases[i]))
             except BadFact:
                 continue
-        return found
+        return examples
 
     def _example(self, lm: "LM", case: Case) -> Example:
         def row(text: str, target: str) -> TokenRow:
@@ -112,8 +112,8 @@ class CaseExamples:
 
 def without_overlap(cases: Iterable[Case], others: Iterable[Case]) -> tuple[Case, ...]:
     """The cases whose subject does not occur in the others."""
-    taken = {_subject(case) for case in others}
-    return tuple(case for case in cases if _subject(case) not in taken)
+    subjects = {_subject(case) for case in others}
+    return tuple(case for case in cases if _subject(case) not in subjects)
 
 
 def _subject(case: Case) -> str:
@@ -144,20 +144,20 @@ class TextExamples:
         return self.count
 
     def by_length(self, indices: range) -> list[int]:
-        """The indices as they are: all examples have one length."""
+        """The indices in their order: all examples have the same length."""
         return list(indices)
 
     def load(self, lm: "LM", indices: Sequence[int]) -> list[Example]:
         """The examples at these indices."""
         size = 256 if on_gpu(lm) else 64
-        found = []
+        examples = []
         for i in indices:
             first = i // size * size
             if first not in self.cache:
                 # Always the same batch: rounding, and so a sample, can depend on the other rows.
                 self.cache[first] = self._sample(lm, range(first, min(first + size, self.count)))
-            found.append(self.cache[first][i - first])
-        return found
+            examples.append(self.cache[first][i - first])
+        return examples
 
     def _sample(self, lm: "LM", indices: range) -> list[Example]:
         source = self.sequences
@@ -231,7 +231,7 @@ class BatchCache:
         self.split, self.examples = split, examples
         order = examples.by_length(indices)
         self.batches = [order[i : i + size] for i in range(0, len(order), size)]
-        """The indices of the examples of each batch, none alone in its batch."""
+        """Indices of the examples in each batch, at least two."""
         if len(self.batches) > 1 and len(self.batches[-1]) < 2:
             last = self.batches.pop()
             self.batches[-1] = self.batches[-1] + last
@@ -263,22 +263,22 @@ class BatchCache:
         return batch
 
     def _build(self, examples: Sequence[Example]) -> ExampleBatch:
-        rephrased = any(example.rephrase != example.edit for example in examples)
+        has_rephrase = any(example.rephrase != example.edit for example in examples)
         locality = [example.locality for example in examples if example.locality is not None]
-        local = len(locality) == len(examples)
+        has_locality = len(locality) == len(examples)
         kinds = [[example.edit for example in examples]]
-        if rephrased:
+        if has_rephrase:
             kinds.append([example.rephrase for example in examples])
-        if local:
+        if has_locality:
             kinds.append(locality)
         length = max(len(row.ids) for rows in kinds for row in rows)
-        packed = [TokenBatch.of(rows, self.split.lm.device, length) for rows in kinds]
-        entering, last = self._below(torch.cat([batch.ids for batch in packed]))
+        batches = [TokenBatch.of(rows, self.split.lm.device, length) for rows in kinds]
+        entering, last = self._below(torch.cat([batch.ids for batch in batches]))
         shape = (len(kinds), len(examples))
         return ExampleBatch(
-            edit=packed[0],
-            rephrase=packed[1] if rephrased else None,
-            locality=packed[-1] if local else None,
+            edit=batches[0],
+            rephrase=batches[1] if has_rephrase else None,
+            locality=batches[-1] if has_locality else None,
             entering=entering.unflatten(0, shape),
             last=last.unflatten(0, shape),
         )
@@ -287,6 +287,6 @@ class BatchCache:
         tokens = 16384 if on_gpu(self.split.lm) else 1024  # per forward pass
         size = max(1, tokens // ids.shape[1])
         size += len(ids) % size == 1  # no row alone: its pass would round differently
-        parts = [self.split.below(some) for some in ids.split(size)]
+        parts = [self.split.below(chunk) for chunk in ids.split(size)]
         entering, last = zip(*parts, strict=True)
         return torch.cat(entering), torch.cat(last)

@@ -82,14 +82,14 @@ def target_modules(lm: "LM", layers: Sequence[int]) -> list[TargetModule]:
     """The linear layers of these layers' MLPs, lowest layer first."""
     if not layers:
         raise BadSetting("layers is empty; name at least one layer to edit")
-    found = []
+    targets = []
     for layer in sorted({check_layer(lm, layer) for layer in layers}):
         for module in [*lm.mlp_in(layer), lm.mlp_out(layer)]:
             weight: Any = module.weight
             keys, values = weight.shape if lm.family.transposed else weight.shape[::-1]
             shape = WeightShape(f"{lm.name_of(module)}.weight", keys, values)
-            found.append(TargetModule(module, layer, shape))
-    return found
+            targets.append(TargetModule(module, layer, shape))
+    return targets
 
 
 # ---- the model, split below the first edited layer
@@ -102,7 +102,7 @@ class SplitModel:
         self.lm, self.targets = lm, list(targets)
         self.first = targets[0].layer
         self._replays: dict[int, Replay] = {}
-        """How the blocks are called on rows of a length."""
+        """By row length: replay of the blocks on rows of that length."""
 
     @torch.no_grad()
     def below(
@@ -117,7 +117,7 @@ class SplitModel:
         if lengths:
             run = forward(self.lm, ids)
             for length in lengths:
-                # The calls of one row serve any number of rows.
+                # Masks and positions of one row serve any number of rows.
                 view = PackedView.whole(1, length, ids.device)
                 self._replays[length] = Replay(self.lm, run, view)
             return (run.inputs, *run.states)[self.first], run.states[-1]
@@ -159,7 +159,7 @@ class GradientFactors:
 
     @property
     def single(self) -> bool:
-        """Whether there is one fact only; all its tokens are processed, as in `TokenBatch`."""
+        """Whether there is only one fact; all its tokens are processed, as in `TokenBatch`."""
         return len(self.x) == 1
 
     def select(self, table: Float[Tensor, "fact token width"]) -> Float[Tensor, "row width"]:
@@ -224,7 +224,7 @@ def gradient_factors(
 def changes_applied(
     targets: Sequence[TargetModule], changes: Sequence[FactorChange]
 ) -> Iterator[None]:
-    """Within the block every fact's rows see its own changes; rows of one fact are adjacent."""
+    """Inside, every fact's rows run with its own changes; rows of one fact are adjacent."""
 
     def hook(change: FactorChange) -> Callable[[Tensor, Tensor], Tensor]:
         def add(x: Tensor, output: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class KeNetwork(Hypernetwork):
         self, factors: Sequence[GradientFactors], encoded: Float[Tensor, "fact condition"]
     ) -> list[FactorChange]:
         """The change of each weight for each fact."""
-        return [self._change(i, some, encoded) for i, some in enumerate(factors)]
+        return [self._change(i, part, encoded) for i, part in enumerate(factors)]
 
     def _change(self, i: int, factors: GradientFactors, encoded: Tensor) -> FactorChange:
         x_norm, delta_norm = self.norms(i)
@@ -90,7 +90,7 @@ class KeNetwork(Hypernetwork):
         return FactorChange(B=B.mT, A=torch.cat([x * c[:, None], c_[:, None]], dim=1))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Everything at `lr`, but the step sizes at a rate of their own."""
+        """The network at `lr`, the step sizes at their own learning rate."""
         step_sizes = [gate.log_edit_lr for gate in self.gates]
         others = [p for name, p in self.named_parameters() if not name.endswith("log_edit_lr")]
         return [{"params": others, "lr": lr}, {"params": step_sizes, "lr": LR_OF_STEP_SIZES}]

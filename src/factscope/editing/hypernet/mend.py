@@ -74,7 +74,7 @@ class MendNetwork(Hypernetwork):
         self, factors: Sequence[GradientFactors], encoded: Float[Tensor, "fact state"]
     ) -> list[FactorChange]:
         """The change of each weight for each fact."""
-        return [self._change(i, some) for i, some in enumerate(factors)]
+        return [self._change(i, part) for i, part in enumerate(factors)]
 
     def _change(self, i: int, factors: GradientFactors) -> FactorChange:
         x_norm, delta_norm = self.norms(i)
@@ -89,7 +89,7 @@ class MendNetwork(Hypernetwork):
         return FactorChange(B=factors.scatter(-edit_lr * delta).mT, A=factors.scatter(x))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """The networks at `lr`, the step sizes at a rate of their own."""
+        """The networks at `lr`, the step sizes at their own learning rate."""
         return [
             {"params": list(self.networks.parameters()), "lr": lr},
             {"params": [self.log_edit_lr], "lr": LR_OF_STEP_SIZES},

@@ -38,13 +38,13 @@ class RunningNorm(nn.Module):
         """Include more vectors (Chan's parallel form of Welford's algorithm)."""
         if not len(rows):
             return
-        more = len(rows)
-        total = self.count + more
+        new = len(rows)
+        total = self.count + new
         mean = rows.mean(0)
         gap = mean - self.mean
-        self.m2 += (rows - mean).square().sum(0) + gap.square() * (self.count * more / total)
-        self.mean += gap * (more / total)
-        self.count += more
+        self.m2 += (rows - mean).square().sum(0) + gap.square() * (self.count * new / total)
+        self.mean += gap * (new / total)
+        self.count += new
 
     @property
     def std(self) -> Float[Tensor, " width"]:
@@ -114,10 +114,10 @@ class Hypernetwork(nn.Module, ABC):
 
     def update_norms(self, factors: Sequence[GradientFactors]) -> None:
         """Include the factors of training examples in the running normalisation."""
-        for i, some in enumerate(factors):
+        for i, weight_factors in enumerate(factors):
             x_norm, delta_norm = self.norms(i)
-            x_norm.update(some.x[some.mask])
-            delta_norm.update(some.delta[some.mask])
+            x_norm.update(weight_factors.x[weight_factors.mask])
+            delta_norm.update(weight_factors.delta[weight_factors.mask])
 
     def forward(
         self, factors: Sequence[GradientFactors], request: EmbeddedRequest
@@ -126,7 +126,7 @@ class Hypernetwork(nn.Module, ABC):
         return self.changes(factors, self.encode(request))
 
     def encode(self, request: EmbeddedRequest) -> Float[Tensor, "fact state"]:
-        """What the network computes from the facts' tokens alone; by default nothing."""
+        """An encoding of the facts' tokens, for `changes`; empty by default."""
         return request.embedded.new_zeros(len(request.lengths), 0)
 
     @abstractmethod

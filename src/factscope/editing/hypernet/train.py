@@ -3,10 +3,10 @@
     L = c_edit · -log P(new object | edited) + c_loc · KL(unedited ‖ edited)
 
 The edit loss is the mean over the fact's prompt and a paraphrase; the divergence is measured on a
-prompt that the edit must not change. Adam minimises the mean over a batch of edits. The network
-with the lowest loss on the validation examples is kept; training stops after `patience` evaluations
-without improvement. A checkpoint holds the network, Adam's state and the progress, and training
-resumes from it bit-for-bit.
+prompt that the edit must not change. Adam minimises the mean over a batch of edits. The result is
+the network with the lowest loss on the validation examples; training stops after `patience`
+evaluations without improvement. A checkpoint holds the network, Adam's state and the progress;
+training resumes from it bit-for-bit.
 """
 
 import math
@@ -92,7 +92,7 @@ def training_pass(
         with changes_applied(split.targets, changes):  # all rows of a fact are adjacent
             hidden = split.above(torch.stack(states, dim=1).flatten(0, 1))
         hidden = hidden.unflatten(0, (len(batch), len(rows)))
-        edited = [some.log_probs(lm, hidden[:, i]) for i, some in enumerate(rows)]
+        edited = [row_batch.log_probs(lm, hidden[:, i]) for i, row_batch in enumerate(rows)]
         with torch.no_grad():
             unedited = locality.log_probs(lm, last)
         kl = (unedited.exp() * (unedited - edited[1])).sum(-1)
@@ -133,8 +133,8 @@ class Trainer:
         self.lm, self.training = lm, training
         targets = target_modules(lm, training.layers or last_layers(lm))
         self.split = SplitModel(lm, targets)
-        shown, held_out = split_examples(len(examples), training.validation_examples)
-        self.batches = BatchCache(self.split, examples, shown, training.batch_size)
+        for_training, held_out = split_examples(len(examples), training.validation_examples)
+        self.batches = BatchCache(self.split, examples, for_training, training.batch_size)
         self.validation = BatchCache(self.split, examples, held_out, training.batch_size)
         network = network_for(lm, targets, training.network, training.seed)
         self.network = network.to(lm.device)
@@ -209,10 +209,10 @@ class Trainer:
             if batch is not None
         ]
         if not results:
-            raise BadSetting("the model cannot read any of the validation examples; give others")
+            raise BadSetting("none of the validation examples can be tokenized; give others")
 
-        def mean(of: Callable[[BatchLosses], Tensor]) -> float:
-            return torch.cat([of(losses) for losses in results]).mean().item()
+        def mean(metric: Callable[[BatchLosses], Tensor]) -> float:
+            return torch.cat([metric(losses) for losses in results]).mean().item()
 
         names = [field.name for field in fields(BatchLosses)]
         means = {name: mean(lambda losses, name=name: getattr(losses, name)) for name in names}
@@ -259,7 +259,7 @@ class Trainer:
 
 
 def write_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write everything that training resumes from; atomic."""
+    """Write the state that training resumes from, atomically."""
     adam = trainer.adam.state_dict()["state"]
     tensors = {
         **{f"network.{name}": x for name, x in trainer.network.state_dict().items()},
@@ -278,17 +278,17 @@ def load_checkpoint_(trainer: Trainer, path: Path) -> None:
     """Bring a new trainer to the state that a checkpoint holds."""
     _, header, tensors = read_tensors(path, CHECKPOINT_FORMAT, (CHECKPOINT_VERSION,))
 
-    def below(prefix: str) -> dict[str, Tensor]:
+    def with_prefix(prefix: str) -> dict[str, Tensor]:
         return {
             name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
         }
 
     try:
         trainer.progress, trainer.norms_ready = TrainingProgress(**header["progress"]), True
-        trainer.network.load_state_dict(below("network."))
-        trainer.best = {name: x.to(trainer.lm.device) for name, x in below("best.").items()}
+        trainer.network.load_state_dict(with_prefix("network."))
+        trainer.best = {name: x.to(trainer.lm.device) for name, x in with_prefix("best.").items()}
         state: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in below("adam.").items():
+        for key, tensor in with_prefix("adam.").items():
             number, _, name = key.partition(".")
             state.setdefault(int(number), {})[name] = tensor
         groups = trainer.adam.state_dict()["param_groups"]

@@ -95,10 +95,10 @@ class HypernetWeights:
 def _find_targets(lm: "LM", weights: EditedWeights) -> list[TargetModule]:
     """The modules of the edited weights in a model, whose shapes must agree."""
     try:
-        found = target_modules(lm, weights.layers)
+        targets = target_modules(lm, weights.layers)
     except BadInput as error:
         raise BadEditorWeights(f"the weights do not fit {lm.name}: {error}") from error
-    shapes = tuple(target.shape for target in found)
+    shapes = tuple(target.shape for target in targets)
     if shapes != weights.shapes:
         missing = next((x for x in weights.shapes if x not in shapes), weights.shapes[0])
         raise BadEditorWeights(
@@ -106,7 +106,7 @@ def _find_targets(lm: "LM", weights: EditedWeights) -> list[TargetModule]:
             f"{missing.values}), and layers {', '.join(map(str, weights.layers))} have "
             f"{', '.join(shape.name for shape in shapes)}; train others for these layers"
         )
-    return found
+    return targets
 
 
 def build_network(
@@ -155,11 +155,11 @@ def load_weights(path: str | Path, method: str | None = None) -> HypernetWeights
     try:
         if version == 1:
             header, tensors = _from_version_1(header, tensors)
-        found = header["method"]
-        if found not in NETWORKS or (method is not None and found != method):
-            wanted = method or " or ".join(NETWORKS)
-            raise BadEditorWeights(f"{path} holds weights of {found!r}, not of {wanted}")
-        config = network_config(found, **header["network"])
+        file_method = header["method"]
+        if file_method not in NETWORKS or (method is not None and file_method != method):
+            expected = method or " or ".join(NETWORKS)
+            raise BadEditorWeights(f"{path} holds weights of {file_method!r}, not of {expected}")
+        config = network_config(file_method, **header["network"])
         network = build_network(config, EditedWeights.from_dict(header["weights"]))
         network.load_state_dict(tensors)
         return HypernetWeights(
@@ -218,8 +218,8 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("factscope", "{}"))
-            found, _, version = header.get("format", "").partition(" ")
-            if found != kind or not version.isdigit():
+            file_kind, _, version = header.get("format", "").partition(" ")
+            if file_kind != kind or not version.isdigit():
                 raise BadEditorWeights(
                     f"{path} is not a {kind.removeprefix('factscope-')} file; give one written by "
                     "`factscope train`"
