@@ -221,6 +221,22 @@ def test_examples_run(
                 assert done.code == 0, f"{block}: {shlex.join(words)}\n{done.err}"
 
 
+def test_commands_in_other_blocks_have_valid_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from factscope.cli.app import run
+    from factscope.cli.flags import Command
+
+    monkeypatch.setattr(Command, "__call__", lambda command, given: command.options(given))
+    for block in (x for blocks in BLOCKS.values() for x in blocks):
+        if block.marker == "no-run" and block.language == "sh":
+            for words in commands_of(block.code):
+                code = run(words[1:]) if words[0] == "factscope" else 0
+                message = capsys.readouterr().err
+                missing_file = re.search("does not exist|there is no file", message)
+                assert code == 0 or missing_file, f"{block}: {shlex.join(words)}\n{message}"
+
+
 # ---- the reference and the pages
 
 
