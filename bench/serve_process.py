@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["resident_mib", "server"]
-
 
 @contextmanager
 def server(*flags: str, threads: int = 1) -> Iterator[tuple[str, int]]:

@@ -13,35 +13,6 @@ Every message says what is wrong, shows the value and names the next step. The c
 prints it without a traceback.
 """
 
-__all__ = [
-    "BadEdit",
-    "BadEditorWeights",
-    "BadFact",
-    "BadInput",
-    "BadModelFile",
-    "BadRecord",
-    "BadRunFolder",
-    "BadSetting",
-    "BadStats",
-    "BadStudy",
-    "DataNotFound",
-    "DidNotConverge",
-    "DownloadFailed",
-    "FactscopeError",
-    "ForbiddenOrigin",
-    "HashMismatch",
-    "LimitExceeded",
-    "NotFound",
-    "OutOfMemory",
-    "PromptTooLong",
-    "RunInterrupted",
-    "ServerBusy",
-    "SubjectNotFound",
-    "UnknownFamily",
-    "UnknownModel",
-    "UnsafeEdit",
-]
-
 
 class FactscopeError(Exception):
     """A run failed."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from factscope.errors import BadFact, SubjectNotFound
 
-__all__ = ["SUBJECT_SLOT", "Case", "Fact", "occurrences"]
-
 SUBJECT_SLOT = "{}"
 """Stands for the subject in a prompt template."""
 

@@ -25,18 +25,6 @@ import platformdirs
 from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
 from factscope.progress import Progress, no_progress
 
-__all__ = [
-    "PARTIAL",
-    "atomic_path",
-    "cache_folder",
-    "fetch_url",
-    "fetch_wheel",
-    "scratch_folder",
-    "sha256",
-    "unpack_member",
-    "write_atomic",
-]
-
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["NestedProgress", "Progress", "no_progress"]
-
 Progress = Callable[[float], None]
 """Called as work advances, with the fraction (of 1) done since the last call."""
 

@@ -21,31 +21,6 @@ from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
 from factscope.io import write_atomic
 
-__all__ = [
-    "KINDS",
-    "VERSION",
-    "CaseRecord",
-    "CaseScores",
-    "CellTable",
-    "ChangedWeight",
-    "EditRecord",
-    "Generation",
-    "Phase",
-    "Prediction",
-    "PromptChange",
-    "PromptScore",
-    "Protocol",
-    "Record",
-    "TraceRecord",
-    "TrainingRecord",
-    "as_cell_table",
-    "read_case_records",
-    "read_edit_records",
-    "read_trace_records",
-    "read_training_records",
-    "write_records",
-]
-
 VERSION = 2
 """Version of the record format."""
 

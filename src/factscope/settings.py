@@ -39,8 +39,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from factscope.errors import BadSetting
 
-__all__ = ["INTERNAL", "Flag", "Setting", "build", "check", "settings_of", "unknown_flag"]
-
 T = TypeVar("T")
 Pair = tuple[int, int]
 

@@ -9,8 +9,6 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
-__all__ = ["browser"]
-
 
 @contextmanager
 def browser(downloads: Path, width: int = 1280, height: int = 900) -> Iterator[Chrome]:

@@ -14,8 +14,6 @@ from factscope.cli.app import main
 from families import tiny_model
 from tokenizers_ import tokenizer
 
-__all__ = ["Result", "Run", "reported_without_torch", "runner", "saved_model"]
-
 
 class Result(NamedTuple):
     """The exit code of a command, and what it printed."""

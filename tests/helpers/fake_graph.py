@@ -10,8 +10,6 @@ from factscope.lm.accel import graphs, search
 from factscope.lm.accel.buckets import LengthBuckets
 from factscope.lm.accel.graphs import CudaGraph
 
-__all__ = ["FakeGraph", "use_fake_graphs"]
-
 
 class FakeGraph(CudaGraph):
     """The first call captures: it copies the inputs and runs the function on the copies. Later

@@ -6,8 +6,6 @@ from typing import Any
 
 from factscope.report.html import environment
 
-__all__ = ["check_escaped", "check_self_contained", "check_well_formed", "render_macro"]
-
 
 def render_macro(name: str, *values: Any) -> str:
     """The HTML of one macro of the page templates."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-__all__ = ["start_process"]
-
 IMPORTED = ["factscope.cli.app", "factscope.lm.load", "transformers.models.gpt2.modeling_gpt2"]
 """Imported once, by the fork server; importing in each process would take seconds."""
 

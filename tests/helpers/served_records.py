@@ -11,8 +11,6 @@ import pytest
 
 from serving import TOWER
 
-__all__ = ["case_record", "endless_traces", "write_evaluation"]
-
 
 def case_record(method: str, new: float) -> dict[str, Any]:
     """A record of one CounterFact case; its generated text contains markup."""

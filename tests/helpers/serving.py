@@ -18,8 +18,6 @@ from factscope.serve.sessions import ServerState
 from families import tiny_model
 from tokenizers_ import tokenizer
 
-__all__ = ["CITY", "TOWER", "running_server", "serving_lm"]
-
 CITY = "The Eiffel Tower is located in the city of"
 TOWER = "The Eiffel Tower"
 

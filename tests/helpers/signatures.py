@@ -9,8 +9,6 @@ from typing import Any
 
 from beartype import beartype
 
-__all__ = ["checked"]
-
 Function = Callable[..., Any]
 
 _known: dict[tuple[object, ...], Function] = {}

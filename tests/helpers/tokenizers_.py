@@ -21,8 +21,6 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FAMILIES", "MORE_STYLES", "STYLES", "TEXT", "tokenizer"]
-
 TEXT = """\
 The Eiffel Tower is located in the city of Paris.
 The Louvre is located in the city of Paris.

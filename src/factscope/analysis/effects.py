@@ -21,28 +21,6 @@ from factscope.analysis.estimate import Estimate, Estimates, column_estimates, e
 from factscope.errors import BadRecord, BadSetting
 from factscope.records import KINDS, TraceRecord
 
-__all__ = [
-    "ROLES",
-    "SEVERED",
-    "TABLES",
-    "AverageEffects",
-    "PeakSite",
-    "Pooling",
-    "SeveredComparison",
-    "average_effects",
-    "average_kinds",
-    "baseline",
-    "cell_table",
-    "early_site",
-    "has_severed",
-    "has_table",
-    "indirect_effects",
-    "kinds_of",
-    "late_site",
-    "roles",
-    "severed_comparison",
-]
-
 SEVERED = {"mlp": "states severed mlp", "attn": "states severed attn"}
 """Module that can be severed → the table of states restored while it is."""
 

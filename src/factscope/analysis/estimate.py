@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Integer
 
-__all__ = ["Estimate", "Estimates", "column_estimates", "estimate"]
-
 Z95 = 1.96
 """97.5 % quantile of the normal distribution."""
 

@@ -33,26 +33,6 @@ from factscope.errors import BadRecord
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores, Phase, PromptScore, Protocol
 
-__all__ = [
-    "METRICS",
-    "SUCCESS_RATES",
-    "UNEDITED",
-    "Summary",
-    "case_metrics",
-    "fit_idf",
-    "fluency",
-    "group_by_row",
-    "harmonic_mean",
-    "idf_by_term",
-    "merge_runs",
-    "ngram_entropy",
-    "reference_similarity",
-    "summarize",
-    "summary_of",
-    "tfidf",
-    "words",
-]
-
 UNEDITED = "none"
 """Method name of the unedited model."""
 

@@ -25,16 +25,6 @@ from itertools import combinations
 
 from factscope.analysis.estimate import Z95
 
-__all__ = [
-    "QUESTIONS",
-    "Interval",
-    "Preference",
-    "Vote",
-    "effective_votes",
-    "preferences",
-    "wilson",
-]
-
 QUESTIONS = ("consistent", "fluent")
 """Questions about a pair of texts: which agrees better with the fact, which reads better."""
 

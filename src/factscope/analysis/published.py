@@ -10,8 +10,6 @@ from pathlib import PurePosixPath
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary
 
-__all__ = ["PUBLISHED", "published"]
-
 COUNTERFACT = ("ES", "EM", "PS", "PM", "NS", "NM", "GE", "RS")
 ZSRE = ("efficacy", "paraphrase", "specificity")
 

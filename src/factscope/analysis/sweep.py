@@ -12,18 +12,6 @@ from typing import Any
 from factscope.analysis.estimate import Estimate
 from factscope.analysis.metrics import Summary
 
-__all__ = [
-    "AXES",
-    "NO_BOUND",
-    "Line",
-    "Point",
-    "Setting",
-    "Sweep",
-    "SweepGrid",
-    "grid_points",
-    "point_name",
-]
-
 AXES = ("layer", "token", "max_change", "prefix_lengths")
 """Settings that can be swept, in the order of a point's name."""
 NO_BOUND = "none"

@@ -8,8 +8,6 @@ from typing import Any
 from factscope.errors import BadRecord
 from factscope.records import TrainingRecord
 
-__all__ = ["TrainingCurve"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCurve:

@@ -13,8 +13,6 @@ from factscope.cli import data, edit, evaluate, recipe, report, serve, stats, st
 from factscope.cli.flags import Command
 from factscope.errors import BadInput, FactscopeError, OutOfMemory
 
-__all__ = ["COMMANDS", "Group", "main"]
-
 
 class Group(dict[str, Command]):
     """Commands with a common first word; without a second word the default one runs."""

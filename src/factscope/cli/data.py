@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from factscope.extras.counterfact_builder.build import FindSubjects, Tables
     from factscope.facts import Case
 
-__all__ = ["COMMANDS", "MODELS"]
-
-
 # ---- models
 
 

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.records import EditRecord
 
-__all__ = [
-    "COMMANDS",
-    "GENERATE",
-    "MethodOptions",
-    "draw_edit",
-    "explain_method",
-    "make_edit",
-    "method_base",
-    "print_edit",
-    "warn",
-]
-
 SUFFIX = ".edit"
 
 

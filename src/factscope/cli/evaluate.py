@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from factscope.records import CaseRecord
     from factscope.runs.evaluate import EvaluateRun, Executor
 
-__all__ = ["EVALUATE", "SWEEP", "data_name"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(MethodOptions):

@@ -22,8 +22,6 @@ from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Command", "ModelOptions", "Options", "metavar"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

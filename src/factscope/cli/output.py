@@ -25,19 +25,6 @@ from rich.text import Text
 
 from factscope.errors import BadSetting
 
-__all__ = [
-    "check_suffix",
-    "counting",
-    "doing",
-    "note",
-    "print_json",
-    "print_table",
-    "results",
-    "say",
-    "skipped",
-    "working",
-]
-
 # Without markup: prompts, paths and tokens may contain square brackets.
 results = Console(highlight=False, markup=False)
 notes = Console(stderr=True, highlight=False, markup=False)

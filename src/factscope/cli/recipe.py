@@ -23,8 +23,6 @@ from factscope.runs.folder import WEIGHTS
 from factscope.runs.recipe import Flags, Recipe, flag_words, read_recipe
 from factscope.settings import Flag
 
-__all__ = ["COMMANDS", "RECIPE", "known_flags"]
-
 COMMANDS = {
     "evaluate": EVALUATE, "sweep": SWEEP, "trace": TRACE, "train": TRAIN,
     "stats": STATS["collect"], "report": REPORT,

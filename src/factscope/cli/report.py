@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from factscope.report.tables import Table
     from factscope.runs.folder import RunFolder
 
-__all__ = ["REPORT", "print_sweep", "summary_values"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):

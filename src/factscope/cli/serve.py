@@ -19,8 +19,6 @@ from factscope.serve.limits import ServerLimits
 from factscope.settings import Flag
 from factscope.tracing.settings import Tracing
 
-__all__ = ["DEMO", "SERVE"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.stats.second_moment import SecondMoment
 
-__all__ = ["COMMANDS", "each_with_statistics", "with_statistics"]
-
 TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension of a key, C is hardly an estimate."""
 

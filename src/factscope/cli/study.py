@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from factscope.extras.study.pairs import Study
     from factscope.records import CaseRecord
 
-__all__ = ["COMMANDS", "preference_values"]
-
 FORM, KEY = "form.html", "key.json"
 
 

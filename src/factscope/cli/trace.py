@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from factscope.facts import Fact
     from factscope.records import TraceRecord
 
-__all__ = ["TRACE", "draw_trace", "fact_from", "print_trace"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(Options):

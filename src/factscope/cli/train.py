@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from factscope.records import TrainingRecord
     from factscope.runs.train import FromCases, FromText
 
-__all__ = ["TRAIN"]
-
 TRAINING_SETS = {"counterfact": "counterfact-train", "zsre": "zsre-train"}
 """Data set for evaluation → its training split, used without the subjects of the former."""
 MINUTES = 10.0

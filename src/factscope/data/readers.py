@@ -26,22 +26,6 @@ from typing import Any, TypeVar
 from factscope.errors import BadFact
 from factscope.facts import SUBJECT_SLOT, Case, Fact
 
-__all__ = [
-    "EVERYDAY_CASES",
-    "CasesFile",
-    "FactsFile",
-    "everyday_cases",
-    "everyday_facts",
-    "generation_templates",
-    "neutral_sentences",
-    "pararel_facts",
-    "pararel_prompt",
-    "read_cases",
-    "read_facts",
-    "read_relation_table",
-    "read_text",
-]
-
 T = TypeVar("T")
 
 TARGET = ("target", "attribute", "target_true")

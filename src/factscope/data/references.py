@@ -18,15 +18,6 @@ import numpy as np
 from factscope.data.readers import read_text
 from factscope.errors import BadFact
 
-__all__ = [
-    "IdfTable",
-    "References",
-    "read_array",
-    "read_idf",
-    "read_references",
-    "read_snippets",
-]
-
 Key = tuple[str, str]
 Texts = Mapping[Key, tuple[str, ...]]
 

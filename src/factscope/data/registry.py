@@ -20,15 +20,6 @@ from factscope.errors import BadFact, BadSetting, DataNotFound
 from factscope.io import cache_folder, fetch_url
 from factscope.progress import Progress, no_progress
 
-__all__ = [
-    "DATA_SETS",
-    "DataSetInfo",
-    "FoundData",
-    "count_records",
-    "find_data",
-    "find_local",
-]
-
 PAPER_FILES = "https://rome.baulab.info/data/dsets/"
 """The files of the paper's authors."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from factscope.editing.edit import Edit
     from factscope.lm.model import LM
 
-__all__ = ["applied_edits", "apply_edit", "is_transposed", "revert_edit", "weight_of"]
-
 
 @dataclass
 class _Applied:

@@ -18,16 +18,6 @@ from factscope.lm.tokens import encode
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "CHECK_TEXT",
-    "check_text_ids",
-    "measure_checks",
-    "perplexities",
-    "text_loss",
-    "update_norm",
-    "with_checks",
-]  # fmt: skip
-
 CHECK_TEXT = """\
 The river rises in the hills north of the old town and flows south for about ninety miles before \
 it reaches the sea. In spring, when the snow melts, the water is high and brown, and the farmers \

@@ -20,8 +20,6 @@ from factscope.stats.second_moment import SecondMoment, find_second_moment
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["division_factors", "insert", "insert_each", "resolve_second_moment"]
-
 log = logging.getLogger(__name__)
 
 

@@ -26,23 +26,6 @@ from factscope.lm.tokens import continuation_ids, encode_fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "ContextRow",
-    "EditRequest",
-    "TokenBatch",
-    "TokenRow",
-    "context_row",
-    "edit_position",
-    "edit_request",
-    "edit_requests",
-    "generate_prefixes",
-    "kl_row",
-    "pad_rows",
-    "resolve_prefixes",
-    "target_ids",
-    "with_prefixes",
-]
-
 KL_PROMPT = "{} is a"
 """Prompt of the KL term: the next-token distribution after it should not change."""
 

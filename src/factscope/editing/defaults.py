@@ -21,22 +21,6 @@ from factscope.tracing.trace import trace
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "FINETUNE",
-    "FINETUNE_BY_DEPTH",
-    "FineTuneByDepth",
-    "FineTuneDefaults",
-    "MemitDefaults",
-    "RomeDefaults",
-    "check_layer",
-    "finetune_layer",
-    "finetune_max_change",
-    "memit_defaults",
-    "resolve_layer",
-    "rome_defaults",
-    "traced_layer",
-]
-
 Shape = tuple[str, int, int]
 """Model type, number of layers, width."""
 

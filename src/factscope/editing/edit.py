@@ -30,9 +30,6 @@ from factscope.io import write_atomic
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Change", "CheckLimits", "Dense", "Edit", "EditChecks", "LowRank", "add_changes"]
-
-
 # ---- the change of one weight
 
 

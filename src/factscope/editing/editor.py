@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from factscope.editing.edit import Edit
     from factscope.lm.model import LM
 
-__all__ = ["BoundEditor", "Editor", "map_valid", "raise_first_error"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -31,8 +31,6 @@ from factscope.lm.sources import quiet_transformers
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["export_checkpoint", "export_peft"]
-
 log = logging.getLogger(__name__)
 
 

@@ -42,15 +42,6 @@ from factscope.progress import NestedProgress, Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "BoundFineTune",
-    "FineTuneObjective",
-    "FineTuneResult",
-    "TrainedWeight",
-    "minimise",
-    "prepare_objective",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedWeight:

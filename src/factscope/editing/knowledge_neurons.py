@@ -41,8 +41,6 @@ from factscope.progress import Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["BoundKN", "FoundNeurons", "Neuron", "NeuronRequest", "select_neurons"]
-
 MAX_FACTS = 64
 """Facts per batch at most."""
 

@@ -35,8 +35,6 @@ from factscope.progress import Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["BoundMemit", "memit_update"]
-
 FACTS_PER_PASS = 32
 """Facts per forward pass when keys and states are read."""
 

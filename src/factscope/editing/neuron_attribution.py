@@ -37,8 +37,6 @@ from factscope.progress import NestedProgress, Progress, no_progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["NeuronAttributions", "NeuronPaths", "PathPoints", "attribute_neurons"]
-
 MAX_DEPTH = 16
 """Maximum number of times a segment is halved. Where a norm follows the MLP, as in Gemma 2, nearly
 all of the gain is at the start of the path."""

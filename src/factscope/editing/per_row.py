@@ -22,8 +22,6 @@ from factscope.lm.hooks import hook_io
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["edited", "factors_applied", "factors_by_row", "linear_of"]
-
 MAX_FACTOR_RANK = 32
 """Up to this rank each row gets its own copy of A and B; above, rows are grouped by edit."""
 RANK_MULTIPLE = 8

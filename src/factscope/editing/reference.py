@@ -20,8 +20,6 @@ from factscope.lm.hooks import hook_outputs
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["ReferenceEdit", "reference_rome", "search_delta"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReferenceEdit:

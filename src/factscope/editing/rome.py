@@ -38,8 +38,6 @@ from factscope.progress import NestedProgress, Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["BoundRome"]
-
 
 class BoundRome(BoundEditor):
     """ROME bound to a model, every default resolved."""

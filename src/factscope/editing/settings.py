@@ -34,38 +34,6 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.stats.second_moment import SecondMoment
 
-__all__ = [
-    "ATTN_EDIT",
-    "EDITORS",
-    "FT",
-    "FT_L",
-    "JOIN",
-    "KN",
-    "PAPER_KN",
-    "PAPER_MEMIT",
-    "PAPER_ROME",
-    "R_ROME",
-    "EditToken",
-    "FineTune",
-    "FineTuneMethod",
-    "HypernetEditor",
-    "Ke",
-    "Layer",
-    "Memit",
-    "Mend",
-    "NeuronSite",
-    "PathRule",
-    "PrefixLengths",
-    "PrefixSettings",
-    "Rome",
-    "SecondMomentSetting",
-    "TargetPositions",
-    "ValueSearch",
-    "describe_second_moment",
-    "editor",
-    "read_prefixes",
-]
-
 EditToken = Literal["subject-last", "subject-first", "after-subject", "last"]
 """The token at which a fact is written: where its key is read and its value is set."""
 

@@ -40,17 +40,6 @@ from factscope.progress import Progress, no_progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "EditSite",
-    "PreparedSearch",
-    "ValueObjective",
-    "ValueResult",
-    "minimise",
-    "prepare_search",
-    "run_search",
-    "search_values",
-]
-
 EditSite = Literal["mlp", "state"]
 """Where δ is added: to the MLP output m of a layer (ROME) or to its hidden state h (MEMIT)."""
 

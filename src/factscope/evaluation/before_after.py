@@ -20,16 +20,6 @@ from factscope.records import ChangedWeight, EditRecord, Generation, Prediction,
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "already_predicted",
-    "before_after",
-    "before_after_each",
-    "changed_weights",
-    "describe_checks",
-    "generate_before_after",
-    "max_new_tokens",
-]
-
 TOKENS = 40
 """Default length of continuations in tokens."""
 ANSWER_TOKENS = 8

@@ -27,8 +27,6 @@ from factscope.records import CaseScores, PromptScore
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["ReferenceSimilarity", "Similarity", "load_reference_similarity", "score_cases"]
-
 Similarity = Callable[[Case, Sequence[str]], float | None]
 """How similar a case's generated texts are to its reference texts; None if it has none."""
 

@@ -24,8 +24,6 @@ from factscope.records import CaseRecord, CaseScores, Protocol
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Evaluation", "ScoresOrError"]
-
 ScoresOrError = CaseScores | FactscopeError
 """The scores of a case, or why it cannot be scored (for instance a prompt that is too long)."""
 

@@ -19,8 +19,6 @@ from factscope.lm.tokens import continuation_ids, encode
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Query", "QueryScore", "edits_by_row", "score_queries"]
-
 TOKENS = 4096
 """Approximate number of tokens per batch."""
 

@@ -7,8 +7,6 @@ from annotated_types import Ge
 
 from factscope.settings import Flag, check
 
-__all__ = ["ScoringOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringOptions:

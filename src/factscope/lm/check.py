@@ -21,8 +21,6 @@ from factscope.lm.model import LM
 from factscope.lm.replay import Replay
 from factscope.lm.tokens import encode
 
-__all__ = ["check_family"]
-
 log = logging.getLogger(__name__)
 
 SENTENCE = "The capital of France is Paris, and the capital of Italy is Rome."

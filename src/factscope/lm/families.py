@@ -15,8 +15,6 @@ from torch import nn
 
 from factscope.errors import UnknownFamily
 
-__all__ = ["FAMILIES", "Family", "family_of", "unknown_family"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

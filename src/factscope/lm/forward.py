@@ -15,8 +15,6 @@ from factscope.lm.hooks import hook_calls, hook_outputs
 if TYPE_CHECKING:
     from factscope.lm.load import LM
 
-__all__ = ["ActivationCache", "forward", "mlp_keys", "token_probability"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCache:

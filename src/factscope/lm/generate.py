@@ -14,18 +14,6 @@ from factscope.lm.tokens import decode_continuation, encode
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "Choose",
-    "argmax_choice",
-    "generate",
-    "generate_greedy",
-    "generate_ids",
-    "sample_texts",
-    "top_k_choice",
-    "top_next_tokens",
-    "uniform_draws",
-]
-
 Choose = Callable[[Float[Tensor, "row vocabulary"]], Int[Tensor, " row"]]
 """Chooses the next token of each row from the logits."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from factscope.errors import BadModelFile, FactscopeError
 
-__all__ = ["convert_gguf", "read_gguf"]
-
 BOS_PRE_TOKENIZERS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"}
 """Byte-level tokenizers for which llama.cpp adds BOS if the file does not say whether to."""
 SAMPLES = (

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["has_hooks", "hook_calls", "hook_io", "hook_outputs"]
-
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether any of these modules has forward hooks."""

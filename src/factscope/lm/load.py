@@ -16,8 +16,6 @@ from factscope.lm.families import family_of, unknown_family
 from factscope.lm.model import LM
 from factscope.lm.sources import DEFAULT_MODEL, model_folder, quiet_transformers, unknown_model
 
-__all__ = ["DTYPES", "LM", "from_model", "load"]
-
 DTYPES: dict[str, torch.dtype | str] = {
     "float32": torch.float32,
     "tf32": torch.float32,

@@ -13,15 +13,6 @@ from factscope.progress import NestedProgress, Progress
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "BatchSizes",
-    "Budget",
-    "is_out_of_memory",
-    "parse_bytes",
-    "retry_smaller",
-    "run_in_batches",
-]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from factscope.lm.accel.linear import logits_of
 from factscope.lm.families import Family
 
-__all__ = ["LM"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LM:

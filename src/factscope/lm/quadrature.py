@@ -7,8 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Rule", "quadrature"]
-
 Rule = Literal["gauss", "radau", "ends"]
 """`gauss`: Gauss-Legendre nodes, none at the ends. `radau`: Radau nodes, one of them at 0. `ends`:
 equally spaced nodes from 0 to 1 with equal weights, which gives the two ends too much weight."""

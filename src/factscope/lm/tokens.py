@@ -14,15 +14,6 @@ from factscope.facts import Fact
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "Prompt",
-    "continuation_ids",
-    "decode_continuation",
-    "encode",
-    "encode_fact",
-    "first_token",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:

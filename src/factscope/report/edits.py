@@ -10,8 +10,6 @@ from factscope.report.samples import highlight
 from factscope.report.tables import Cell, Table
 from factscope.report.traces import trace_values
 
-__all__ = ["edit_page", "trace_and_edit_page"]
-
 
 def edit_page(record: EditRecord) -> str:
     """The page of one edit: predictions before and after, generated text, checks, settings."""

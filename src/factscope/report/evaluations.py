@@ -24,17 +24,6 @@ from factscope.report.samples import Samples, collect_samples
 from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure, write_texts
 
-__all__ = [
-    "all_metrics_table",
-    "by_model_and_data",
-    "evaluation_page",
-    "evaluation_tables",
-    "is_failure",
-    "metrics_table",
-    "with_published",
-    "write_evaluation_report",
-]
-
 COLUMNS = (
     "S", "ES", "EM", "PS", "PM", "NS", "NM", "GE", "RS",
     "efficacy", "paraphrase", "specificity", "drawdown",

@@ -19,8 +19,6 @@ from factscope.report.labels import display_token, flatten_settings, printable, 
 from factscope.report.style import figure_bytes
 from factscope.report.tables import cell_mark, cell_text, is_text_column
 
-__all__ = ["EmbeddedFigure", "asset", "embed_figure", "image_uri", "render"]
-
 FIGURE_DPI, CSS_DPI = 180, 100
 """Resolution of an embedded PNG, and CSS pixels per inch of the figure."""
 

@@ -18,16 +18,6 @@ from factscope.analysis.sweep import NO_BOUND, Setting, Sweep
 from factscope.analysis.training import TrainingCurve
 from factscope.records import ChangedWeight, PromptChange, TraceRecord
 
-__all__ = [
-    "KIND_STYLES", "METRIC_TITLES", "PHASE_LABELS", "PROMPT_HEADINGS", "QUESTION_LABELS", "RGB",
-    "CheckRow", "KindStyle", "axis_name", "base_method", "check_rows", "dataset_name",
-    "display_token", "editor_name", "flatten_settings", "interval_text", "line_label",
-    "mean_change", "old_object_label", "percent", "printable", "ratio_number", "ratio_text",
-    "row_name", "setting_name", "setting_text", "sweep_title", "token_labels", "training_title",
-    "weight_label",
-]  # fmt: skip
-
-
 # ---- texts and tokens
 
 WHITESPACE = {"\n": "↵", "\r": "↵", "\t": "⇥"}

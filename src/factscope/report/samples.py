@@ -17,15 +17,6 @@ from factscope.facts import Fact
 from factscope.records import CaseRecord
 from factscope.report.labels import PHASE_LABELS, editor_name, printable
 
-__all__ = [
-    "Samples",
-    "Segment",
-    "collect_samples",
-    "highlight",
-    "samples_text",
-    "shared_opening_length",
-]
-
 BEFORE = "before"
 TERMINAL_STYLES = {
     "new": ("*", "bold green"),

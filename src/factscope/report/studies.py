@@ -29,15 +29,6 @@ from factscope.report.labels import (
 from factscope.report.tables import Cell, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure, write_texts
 
-__all__ = [
-    "all_preferences_table",
-    "form_page",
-    "preference_sentence",
-    "preference_table",
-    "study_page",
-    "write_study_report",
-]
-
 FORM_TITLE = "Which text is better?"
 COMPARATIVES = {"consistent": "more consistent", "fluent": "more fluent"}
 NOTE = (

@@ -25,12 +25,6 @@ from matplotlib.ticker import PercentFormatter
 from factscope.errors import BadSetting
 from factscope.io import write_atomic
 
-__all__ = [
-    "FIGURE_FORMATS", "MEDIUM", "SMALL", "HeatMap", "blank_figure", "draw_heatmap", "figure_bytes",
-    "highest_cell", "label_layers", "layer_ticks", "legend_above", "literal_text", "panel_axes",
-    "percent_rows", "save_figure", "style_axes",
-]  # fmt: skip
-
 SMALL, MEDIUM = 7.5, 9.0
 """Font sizes."""
 UNMEASURED = "0.9"

@@ -17,14 +17,6 @@ from factscope.report.labels import axis_name, setting_name, sweep_title
 from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure, write_texts
 
-__all__ = [
-    "all_points_table",
-    "sweep_page",
-    "sweep_table",
-    "sweep_to_dict",
-    "write_sweep_report",
-]
-
 COLUMNS = ("S", "ES", "PS", "NS", "GE", "RS", "efficacy", "paraphrase", "specificity")
 """Metrics of the table; those that were not measured are left out."""
 NOTE = (

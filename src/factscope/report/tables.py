@@ -11,11 +11,6 @@ from factscope.analysis.effects import AverageEffects, SeveredComparison
 from factscope.analysis.estimate import Estimate
 from factscope.report.labels import KIND_STYLES
 
-__all__ = [
-    "Cell", "Marked", "Score", "Table", "all_effects_table", "as_csv", "as_latex", "as_markdown",
-    "cell_mark", "cell_text", "effects_table", "is_text_column", "severed_table", "summary_table",
-]  # fmt: skip
-
 UNKNOWN = "–"
 
 Mark = Literal["best", "failure"] | None

@@ -33,13 +33,6 @@ from factscope.report.labels import (
     weight_label,
 )
 
-__all__ = [
-    "TerminalHeatMap", "applied_table", "changed_weights_text", "checks_table", "fact_text",
-    "facts_table", "generation_table", "generations_table", "scores_table", "settings_table",
-    "strongest_cells", "trace_heatmap",
-]  # fmt: skip
-
-
 # ---- traces
 
 RAMP = " .:-=+*#%@"

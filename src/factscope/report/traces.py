@@ -43,8 +43,6 @@ from factscope.report.tables import (
 )
 from factscope.report.write import write_figure, write_table, write_texts
 
-__all__ = ["trace_page", "trace_run_page", "trace_values", "write_trace_report"]
-
 UNMEASURED = "#e1e1e4"
 """Colour of heat map cells without a measurement."""
 

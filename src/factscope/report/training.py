@@ -15,14 +15,6 @@ from factscope.report.labels import dataset_name, editor_name, training_title
 from factscope.report.tables import Cell, Marked, Score, Table, as_csv, as_latex, as_markdown
 from factscope.report.write import write_figure
 
-__all__ = [
-    "all_evaluations_table",
-    "training_page",
-    "training_table",
-    "training_to_dict",
-    "write_training_report",
-]
-
 COLUMNS = (
     "step", "minutes", "loss ↓", "edit accuracy ↑", "rephrase accuracy ↑", "locality accuracy ↑",
     "locality KL ↓",

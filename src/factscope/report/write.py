@@ -9,8 +9,6 @@ from factscope.io import write_atomic
 from factscope.report.style import save_figure
 from factscope.report.tables import Table, as_csv, as_latex, as_markdown
 
-__all__ = ["write_figure", "write_table", "write_texts"]
-
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write text files by name; each file is written completely or not at all."""

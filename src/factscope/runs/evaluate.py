@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from factscope.evaluation.protocols import Evaluation
     from factscope.lm.model import LM
 
-__all__ = ["EvaluateRun", "Executor", "UneditedScores", "WorkItem", "local_executor", "run_item"]
-
 
 @dataclass(frozen=True)
 class WorkItem:

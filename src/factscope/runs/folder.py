@@ -27,8 +27,6 @@ from factscope.records import (
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["FORMAT", "WEIGHTS", "RunFolder", "run_info"]
-
 FORMAT = 2
 """Version of the run folder's format; spec.toml of version 1 has other keys."""
 WEIGHTS = "weights.safetensors"

@@ -16,8 +16,6 @@ from factscope.runs.evaluate import EvaluateRun, Executor, WorkItem, run_item
 if TYPE_CHECKING:
     from factscope.evaluation.protocols import Evaluation
 
-__all__ = ["MakeEvaluation", "WorkerSetup", "ray_executor"]
-
 log = logging.getLogger(__name__)
 
 MakeEvaluation = Callable[[], "Evaluation"]

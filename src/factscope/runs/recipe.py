@@ -29,8 +29,6 @@ from typing import Any
 
 from factscope.errors import BadSetting
 
-__all__ = ["Flags", "Recipe", "Report", "Step", "flag_words", "read_recipe"]
-
 Flags = Mapping[str, Callable[[Mapping[str, Any]], Set[str]]]
 """Command → the names of its flags, which may depend on settings such as the method."""
 

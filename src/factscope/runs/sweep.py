@@ -28,8 +28,6 @@ from factscope.runs.folder import RunFolder, run_info
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["MakeExecutor", "SweepPoint", "SweepRun", "read_failures", "read_sweep"]
-
 log = logging.getLogger(__name__)
 
 FAILURES = "failures.json"

@@ -15,8 +15,6 @@ from factscope.tracing.settings import Tracing
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["TraceRun"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRun:

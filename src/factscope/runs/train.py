@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from factscope.editing.hypernet.train import Trainer
     from factscope.lm.model import LM
 
-__all__ = ["CHECKPOINT", "FromCases", "FromText", "TrainRun"]
-
 CHECKPOINT = "checkpoint.safetensors"
 SAVE_PAUSE = 20
 """The next save waits at least 20 times as long as the last one took: networks can have gigabytes,

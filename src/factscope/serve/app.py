@@ -35,8 +35,6 @@ from factscope.serve.security import SecurityMiddleware
 from factscope.serve.sessions import ServerState
 from factscope.stats.second_moment import layers_with_second_moments
 
-__all__ = ["create_app", "run"]
-
 log = logging.getLogger(__name__)
 
 MAX_EXAMPLES = 8

@@ -20,8 +20,6 @@ from starlette.responses import StreamingResponse
 from factscope.errors import FactscopeError, ServerBusy
 from factscope.serve.responses import error_to_dict
 
-__all__ = ["Cancelled", "EventStream", "Job", "JobQueue"]
-
 log = logging.getLogger(__name__)
 
 Event = dict[str, Any]

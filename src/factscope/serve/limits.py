@@ -9,8 +9,6 @@ from annotated_types import Ge
 from factscope.errors import BadFact, LimitExceeded, PromptTooLong
 from factscope.settings import INTERNAL
 
-__all__ = ["ServerLimits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:

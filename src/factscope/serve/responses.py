@@ -9,8 +9,6 @@ from starlette.responses import Response
 from factscope.errors import FactscopeError, ForbiddenOrigin, NotFound, OutOfMemory, ServerBusy
 from factscope.lm.memory import is_out_of_memory
 
-__all__ = ["attachment", "error_to_dict", "error_to_status", "media_type", "valid_unicode"]
-
 MIME_TYPES = MimeTypes(filenames=())
 
 

@@ -39,8 +39,6 @@ from factscope.serve.responses import attachment
 from factscope.serve.schemas import EditBody, PredictBody
 from factscope.serve.sessions import ServerState, StoredEdit
 
-__all__ = ["edit_routes", "neighbours_for"]
-
 TOP_TOKENS = 5
 """Number of most likely next tokens in a prediction."""
 EDIT_FRACTION = 0.7

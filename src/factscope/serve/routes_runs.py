@@ -39,8 +39,6 @@ from factscope.report.tables import (
 from factscope.runs.folder import RunFolder
 from factscope.runs.sweep import read_sweep
 
-__all__ = ["RunLibrary", "run_routes"]
-
 MAX_RUNS = 200
 """Runs in the list."""
 MAX_DEPTH = 2

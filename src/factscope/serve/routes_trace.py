@@ -19,8 +19,6 @@ from factscope.serve.schemas import TraceBody
 from factscope.serve.sessions import TABLE_FIELDS, ServerState
 from factscope.tracing.stream import CellUpdate, stream_trace
 
-__all__ = ["trace_routes"]
-
 FIGURES = {"figure": traces_figure, "severed": severed_detail, "gradients": gradients_figure}
 FILES = ["record.json", "page.html", *(f"{f}.{kind}" for f in FIGURES for kind in FIGURE_FORMATS)]
 

@@ -24,18 +24,6 @@ from factscope.serve.limits import ServerLimits
 from factscope.settings import build, settings_of
 from factscope.tracing.settings import Corruption, Tracing
 
-__all__ = [
-    "EDIT_SETTINGS",
-    "METHODS",
-    "TRACE_SETTINGS",
-    "EditBody",
-    "FactBody",
-    "PredictBody",
-    "TraceBody",
-    "default_tracing",
-    "describe_settings",
-]
-
 T = TypeVar("T")
 
 # Only settings that read no file and do not multiply the cost of a request may be listed here.

@@ -19,8 +19,6 @@ from starlette.responses import JSONResponse
 from factscope.errors import FactscopeError, ForbiddenOrigin, LimitExceeded
 from factscope.serve.responses import error_to_dict, error_to_status
 
-__all__ = ["COOKIE", "HEADERS", "SecurityMiddleware"]
-
 COOKIE = "factscope"
 """Name of the session cookie; its value is a random id."""
 HEADERS = {

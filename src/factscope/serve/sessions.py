@@ -27,8 +27,6 @@ from factscope.serve.jobs import EventStream, Job, JobQueue
 from factscope.serve.limits import ServerLimits
 from factscope.tracing.settings import Tracing
 
-__all__ = ["TABLE_FIELDS", "ServerState", "Sessions", "StoredEdit", "Traces"]
-
 TABLE_FIELDS = ("restored", "severed", "gradients")
 """The fields of a `TraceRecord` that hold tables."""
 CPU_TRACE_MEMORY = 2**28

@@ -36,8 +36,6 @@ from factscope.stats.text import GeneratedText, TokenSequence
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["add_products_", "collect", "length_batches", "run_to_layer"]
-
 FIRST_COMPARISON = 1000
 """Tokens after which the two halves are compared for the first time."""
 GROWTH, GROWTH_WITH_THRESHOLD = 2.0, 1.2

@@ -30,18 +30,6 @@ from factscope.io import atomic_path, cache_folder
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "SUFFIX",
-    "SecondMoment",
-    "cached_path",
-    "file_name",
-    "find_second_moment",
-    "layers_with_second_moments",
-    "load_second_moment",
-    "merge_second_moments",
-    "save_second_moment",
-]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecondMoment:

@@ -9,8 +9,6 @@ from annotated_types import Ge, Gt
 from factscope.errors import BadSetting
 from factscope.settings import check
 
-__all__ = ["StatsSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StatsSettings:

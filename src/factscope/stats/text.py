@@ -23,16 +23,6 @@ from factscope.stats.settings import StatsSettings
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "GeneratedText",
-    "HubDataset",
-    "TokenSequence",
-    "documents",
-    "open_text",
-    "sequence_length",
-    "token_sequences",
-]
-
 SEQUENCE_LENGTH = 256
 """Default length: enough context for typical keys, small enough for any device."""
 MIN_REMAINDER = 16

@@ -21,14 +21,6 @@ from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.tracing.settings import Corruption
 
-__all__ = [
-    "NoiseScale",
-    "corrupt_embeddings",
-    "default_noise_scale",
-    "measure_noise_scale",
-    "sample_noise",
-]
-
 MIN_FACTS = 20
 """With fewer facts, σ is measured on the subjects of `everyday_facts`."""
 

@@ -28,9 +28,6 @@ from factscope.lm.model import LM
 from factscope.lm.replay import PackedView, Replay
 from factscope.progress import Progress, no_progress
 
-__all__ = ["PackedSegments", "Restoration", "Segment", "lay_out_segments", "pack_segments",
-           "restore"]  # fmt: skip
-
 SLOTS = 48
 """About how many slots a packed row has: with its past it should fill one tile of 64 keys."""
 

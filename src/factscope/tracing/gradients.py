@@ -22,8 +22,6 @@ from factscope.lm.model import LM
 from factscope.lm.quadrature import quadrature
 from factscope.lm.replay import PackedView, Replay
 
-__all__ = ["attributions", "integrated_gradients"]
-
 NODES_PER_PASS = 64
 """Path nodes that go through the model together."""
 

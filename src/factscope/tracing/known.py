@@ -14,8 +14,6 @@ from factscope.lm.generate import generate_greedy
 from factscope.lm.model import LM
 from factscope.progress import Progress, no_progress
 
-__all__ = ["find_known", "text_before_target"]
-
 
 def find_known(
     lm: LM,

@@ -18,8 +18,6 @@ from factscope.tracing.corruption import NoiseScale, corrupt_embeddings, sample_
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import CleanAnswer
 
-__all__ = ["ReferenceTrace"]
-
 Hook = tuple[nn.Module, Callable[[Tensor], Tensor | None]]
 
 

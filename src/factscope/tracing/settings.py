@@ -10,8 +10,6 @@ from annotated_types import Ge, Lt
 from factscope.records import KINDS
 from factscope.settings import INTERNAL, Flag, check
 
-__all__ = ["PRESETS", "Corruption", "Tracing", "parse_noise_level"]
-
 
 def parse_noise_level(text: Any) -> tuple[float, bool]:
     """Noise level and whether it is in σ: "3s" is three σ, "0.25" is absolute."""

@@ -25,8 +25,6 @@ from factscope.tracing.gradients import attributions
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import CleanAnswer, TraceBatch, clean_answers
 
-__all__ = ["CellUpdate", "stream_answer", "stream_trace"]
-
 SAMPLES_PER_UPDATE = 3
 """Noise samples computed together, after the first."""
 

@@ -35,16 +35,6 @@ from factscope.tracing.engine import Restoration, Segment, restore
 from factscope.tracing.gradients import integrated_gradients
 from factscope.tracing.settings import Tracing
 
-__all__ = [
-    "CleanAnswer",
-    "TraceBatch",
-    "batches_by_length",
-    "clean_answers",
-    "trace",
-    "trace_batch",
-    "trace_many",
-]
-
 # ---- clean run
 
 

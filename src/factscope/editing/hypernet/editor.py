@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from factscope.editing.settings import HypernetEditor
     from factscope.lm.model import LM
 
-__all__ = ["BoundHypernet", "embed_request"]
-
 
 def embed_request(lm: "LM", batch: TokenBatch) -> EmbeddedRequest:
     """The model's token embeddings of a batch; they are read, never changed."""

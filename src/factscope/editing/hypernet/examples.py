@@ -32,17 +32,6 @@ from factscope.stats.text import GeneratedText, TokenSequence
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "BatchCache",
-    "CaseExamples",
-    "Example",
-    "ExampleBatch",
-    "Examples",
-    "TextExamples",
-    "split_examples",
-    "without_overlap",
-]
-
 TOP_K = 50
 """Continuations of text are sampled from the 50 most likely tokens."""
 CPU_CACHE_BYTES = 4 << 30

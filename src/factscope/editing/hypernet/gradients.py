@@ -32,18 +32,6 @@ from factscope.lm.replay import PackedView, Replay
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "FactorChange",
-    "GradientFactors",
-    "SplitModel",
-    "TargetModule",
-    "WeightShape",
-    "changes_applied",
-    "gradient_factors",
-    "last_layers",
-    "target_modules",
-]
-
 EDITED_LAYERS = 3
 """Layers that are edited by default, as in MEND's own settings."""
 

@@ -27,8 +27,6 @@ from factscope.editing.hypernet.model import (
 )
 from factscope.editing.hypernet.settings import KeConfig
 
-__all__ = ["KeNetwork"]
-
 
 class Gate(nn.Module):
     """The rank-one matrices and the gate of one weight, computed from the encoded fact."""

@@ -24,8 +24,6 @@ from factscope.editing.hypernet.gradients import FactorChange, GradientFactors
 from factscope.editing.hypernet.model import LR_OF_STEP_SIZES, EditedWeights, Hypernetwork
 from factscope.editing.hypernet.settings import MendConfig
 
-__all__ = ["MendNetwork"]
-
 
 class LowRankLayer(nn.Module):
     """h + σ(scale_i ⊙ (U V h + b) + shift_i); U = 0 at first, so it starts as the identity."""

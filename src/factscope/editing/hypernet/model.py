@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from factscope.editing.hypernet.gradients import FactorChange, GradientFactors, WeightShape
 
-__all__ = ["LR_OF_STEP_SIZES", "EditedWeights", "EmbeddedRequest", "Hypernetwork", "RunningNorm"]
-
 EPSILON = 1e-7
 """Avoids a division by 0 for entries that never vary."""
 LR_OF_STEP_SIZES = 1e-2

@@ -8,8 +8,6 @@ from annotated_types import Ge, Gt
 from factscope.errors import BadSetting
 from factscope.settings import check
 
-__all__ = ["NETWORK_CONFIGS", "KeConfig", "Locality", "MendConfig", "Training", "network_config"]
-
 Locality = Literal["unrelated", "neighbours"]
 """Prompts that an edit must not change: of unrelated facts, or of neighbours of the same fact."""
 

@@ -47,15 +47,6 @@ from factscope.records import TrainingRecord
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "BatchLosses",
-    "Trainer",
-    "TrainingProgress",
-    "load_checkpoint_",
-    "training_pass",
-    "write_checkpoint",
-]
-
 CHECKPOINT_FORMAT = "factscope-checkpoint"
 CHECKPOINT_VERSION = 2
 

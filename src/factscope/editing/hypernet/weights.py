@@ -29,18 +29,6 @@ from factscope.io import sha256
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = [
-    "HypernetWeights",
-    "build_network",
-    "cpu_copy",
-    "load_weights",
-    "network_for",
-    "pack_tensors",
-    "pack_weights",
-    "read_tensors",
-    "tensors_sha256",
-]
-
 FORMAT = "factscope-hypernetwork"
 VERSION = 2
 

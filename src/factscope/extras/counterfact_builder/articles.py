@@ -8,8 +8,6 @@ from pathlib import Path
 from factscope.data.readers import read_text
 from factscope.errors import BadFact
 
-__all__ = ["article_names", "articles_by_entity", "plain_sentences", "read_articles"]
-
 WORDS = range(5, 21)
 """Number of words of a plain sentence."""
 PLAIN = re.compile(r"[A-Z][a-z]*[,;]?( [\w'’,;-]+)*\.")

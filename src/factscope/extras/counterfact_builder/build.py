@@ -22,22 +22,6 @@ from factscope.data.readers import generation_templates, neutral_sentences, para
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import SUBJECT_SLOT
 
-__all__ = [
-    "COUNTERFACT",
-    "FindSubjects",
-    "KnowledgeTuple",
-    "Relation",
-    "Relations",
-    "SubjectsWithObject",
-    "Tables",
-    "build_record",
-    "build_records",
-    "build_references",
-    "knowledge_tuples",
-    "subjects_in_table",
-    "usable_relations",
-]
-
 COUNTERFACT = (
     "P17", "P19", "P20", "P27", "P30", "P36", "P37", "P39", "P101", "P103", "P106", "P108",
     "P127", "P131", "P136", "P138", "P140", "P159", "P176", "P178", "P190", "P264", "P276", "P364",

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from factscope.facts import Case
 
-__all__ = ["CompositionRow", "composition"]
-
 ITEMS: dict[str, Callable[[Case], Iterable[object]]] = {
     "subjects": lambda case: [case.fact.subject],
     "objects": lambda case: [case.fact.target],

@@ -17,8 +17,6 @@ from factscope.errors import BadSetting, DownloadFailed
 from factscope.extras.counterfact_builder.build import SubjectsWithObject
 from factscope.io import write_atomic
 
-__all__ = ["Wikidata", "http_get", "sparql_query"]
-
 ENDPOINT = "https://query.wikidata.org/sparql"
 USER_AGENT = "factscope/0.1 (data sets of counterfactuals; Python urllib)"
 TIMEOUT = 60

@@ -11,8 +11,6 @@ from factscope.analysis.preferences import QUESTIONS, Vote
 from factscope.errors import BadStudy
 from factscope.extras.study.pairs import KEY_KIND, Item, Study
 
-__all__ = ["ANSWERS_KIND", "SAME", "Answer", "AnswerSheet", "read_answers", "votes"]
-
 ANSWERS_KIND = "factscope study answers"
 SAME = "same"
 Choice = Literal[0, 1, "same"]

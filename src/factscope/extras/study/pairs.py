@@ -18,8 +18,6 @@ from factscope.errors import BadStudy
 from factscope.facts import Fact
 from factscope.records import CaseRecord
 
-__all__ = ["KEY_KIND", "Item", "Study", "build_study", "check_comparable", "shared_cases"]
-
 KEY_KIND = "factscope study key"
 COMPARED_SETTINGS = ("model", "data", "data_sha256", "scoring")
 """Settings of two runs that must be equal for their texts to be comparable."""

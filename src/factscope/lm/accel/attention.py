@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SDPA", "has_kernels", "rounds_to_half", "suffix_attention", "with_attention"]
-
 SDPA = "sdpa"
 """The attention of transformers that is replaced: its default."""
 

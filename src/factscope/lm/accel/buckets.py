@@ -13,8 +13,6 @@ from factscope.lm.accel.device import on_gpu
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["LengthBuckets"]
-
 
 @dataclass(frozen=True)
 class LengthBuckets:

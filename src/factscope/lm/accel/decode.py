@@ -22,8 +22,6 @@ from factscope.lm.accel.linear import fast_blocks
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["static_decode"]
-
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}

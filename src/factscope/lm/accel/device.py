@@ -7,8 +7,6 @@ import torch
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["best_device", "free_memory", "on_gpu", "release_memory"]
-
 
 def best_device() -> str:
     """The fastest device of this machine, as torch names it."""

@@ -21,8 +21,6 @@ from factscope.lm.hooks import has_hooks
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["CudaGraph", "can_capture", "captured", "modules_in", "tensors_in", "weights_in"]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

@@ -24,13 +24,6 @@ import triton.language as tl
 from jaxtyping import Float, Float16, Int
 from torch import Tensor
 
-__all__ = [
-    "decode_attention",
-    "kernel",
-    "split_into",
-    "suffix_attention",
-]
-
 SPLIT_BLOCK = 1024
 """How many numbers of a row one program splits."""
 

@@ -15,16 +15,6 @@ from torch import Tensor, nn
 
 from factscope.lm.accel.matmul import half_matmul, split_matmul, supports_mixed
 
-__all__ = [
-    "Forwards",
-    "fast_blocks",
-    "fast_blocks_in_turn",
-    "fast_forwards",
-    "logits_of",
-    "replaced",
-    "splits_float32",
-]
-
 UNFUSED_GELU = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
 

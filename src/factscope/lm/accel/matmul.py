@@ -24,8 +24,6 @@ import torch
 from jaxtyping import Float, Float16
 from torch import Tensor, nn
 
-__all__ = ["add_product_", "half_matmul", "split_matmul", "supports_mixed"]
-
 log = logging.getLogger(__name__)
 
 WEIGHT_SCALE = 64.0

@@ -21,8 +21,6 @@ from factscope.lm.accel.linear import Forwards, fast_forwards, replaced
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["ModelCache", "model_cache"]
-
 KEY = "fast layers and captured steps"
 """Key of this cache in `LM.cache`."""
 MAX_FRACTION = 1 / 16

@@ -15,8 +15,6 @@ from factscope.lm.accel.model_cache import model_cache
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["MIN_BATCH", "accelerated"]
-
 T = TypeVar("T")
 
 MIN_BATCH = 8

@@ -23,8 +23,6 @@ from factscope.lm.hooks import has_hooks
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
-__all__ = ["Objective", "Step", "accelerated_search"]
-
 log = logging.getLogger(__name__)
 
 LAUNCH_BOUND = 1.5e11

@@ -28,8 +28,6 @@ from factscope.report.style import (
     style_axes,
 )
 
-__all__ = ["before_after_figure", "has_neurons", "neurons_figure"]
-
 WIDTH = 7.2
 """Inches."""
 

@@ -20,8 +20,6 @@ from factscope.report.style import (
     style_axes,
 )
 
-__all__ = ["average_heatmap", "average_heatmaps", "average_lines", "severed_figure"]
-
 ROLE_COLORS = {
     "first subject token": "#1f77b4",
     "middle subject tokens": "#ff7f0e",

@@ -21,9 +21,6 @@ from factscope.report.style import (
     percent_rows,
 )
 
-__all__ = ["distributions_figure", "scores_figure"]
-
-
 # ---- scores
 
 COUNTERFACT = {"ES": "efficacy, ES", "PS": "paraphrases, PS", "NS": "neighbours, NS"}

@@ -9,8 +9,6 @@ from factscope.analysis.preferences import Preference
 from factscope.report.labels import QUESTION_LABELS, editor_name, ratio_text
 from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text
 
-__all__ = ["preferences_figure"]
-
 FIRST, TIES, SECOND = "#d9730d", "#d8d6dd", "#4a6fa5"
 """Colours of votes."""
 ROW_HEIGHT, MARGIN, WIDTH = 0.62, 0.75, 7.2

@@ -29,8 +29,6 @@ from factscope.report.style import (
     style_axes,
 )
 
-__all__ = ["sweep_figure"]
-
 PANELS = ("S", "ES", "PS", "NS", "RS", "GE", "efficacy", "paraphrase", "specificity")
 """Metrics that are drawn if they were measured."""
 UNSCALED = ("RS", "GE")

@@ -21,8 +21,6 @@ from factscope.report.style import (
     style_axes,
 )
 
-__all__ = ["gradients_figure", "severed_detail", "trace_figure", "traces_figure"]
-
 ROW_HEIGHT, MARGIN, PANEL_WIDTH = 0.17, 0.95, 3.9
 """Inches; the margin is the height of a panel without its rows."""
 MAX_TITLE = 80

@@ -13,8 +13,6 @@ from factscope.errors import BadSetting
 from factscope.report.labels import training_title
 from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text
 
-__all__ = ["convergence_figure", "training_figure"]
-
 # Field of a record, label, color, line style. Examples from text have no paraphrase: their edit and
 # rephrase lines coincide, and the dashes show both.
 LOSSES = (
