@@ -40,6 +40,11 @@ class TokenRow:
     labels: tuple[int, ...]
     """The token that should follow each position."""
 
+    def at_last_position(self) -> "TokenRow":
+        """The prompt alone, with all labels at its last position."""
+        end = self.positions[0]
+        return TokenRow(self.ids[: end + 1], (end,) * len(self.labels), self.labels)
+
 
 @dataclass(frozen=True)
 class ContextRow(TokenRow):

@@ -17,7 +17,7 @@ error: Adam's first step depends on the sign of the gradient only.)
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +29,7 @@ from factscope.editing.contexts import EditRequest, TokenBatch, TokenRow, edit_r
 from factscope.editing.defaults import check_layer, finetune_layer, finetune_max_change
 from factscope.editing.edit import Dense, Edit
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
-from factscope.editing.settings import FineTune, TargetPositions
+from factscope.editing.settings import FineTune
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel import fast_blocks
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedWeight:
+class TrainedWeight(NamedTuple):
     """A weight or bias to train."""
 
     module: nn.Module
@@ -52,20 +51,6 @@ class TrainedWeight:
     parameter: Tensor
     shape: tuple[int, ...]
     """Its shape in the paper's orientation (output × input)."""
-
-    @classmethod
-    def of(cls, lm: "LM", module: nn.Module, kind: Literal["weight", "bias"]) -> "TrainedWeight":
-        """The weight or bias of a module."""
-        parameter: Tensor = getattr(module, kind)
-        shape = tuple(parameter.shape)
-        transposed = lm.family.transposed and len(shape) == 2
-        name = f"{lm.name_of(module)}.{kind}"
-        return cls(module, name, parameter, shape[::-1] if transposed else shape)
-
-    def zeros(self, groups: int) -> Float[Tensor, "group ..."]:
-        """Δ = 0 for each group, in float32 or better."""
-        dtype = torch.promote_types(self.parameter.dtype, torch.float32)
-        return torch.zeros(groups, *self.shape, dtype=dtype, device=self.parameter.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +63,16 @@ class FineTuneObjective:
     states: Float[Tensor, "row token width"]
     """Input of the trained layer."""
     batch: TokenBatch
+
+    @classmethod
+    def of(cls, lm: "LM", rows: Sequence[TokenRow], layer: int) -> "FineTuneObjective":
+        """Run the rows once and store the input of the trained layer."""
+        batch = TokenBatch.of(rows, lm.device)
+        run = forward(lm, batch.ids)
+        # All rows are padded to one length, so masks and positions of one row serve all of them.
+        replay = Replay.whole(lm, forward(lm, batch.ids[:1]))
+        states = (run.inputs, *run.states)[layer]
+        return cls(lm=lm, layer=layer, replay=replay, states=states, batch=batch)
 
     def losses(
         self, weights: Sequence[TrainedWeight], deltas: Sequence[Float[Tensor, "group ..."]]
@@ -96,43 +91,16 @@ class FineTuneObjective:
 
 
 def _add_delta(delta: Float[Tensor, "group ..."]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A hook that adds each group's change to a module's output.
+    """A hook that adds each group's change of a weight or bias to the module's output."""
 
-    Some families flatten rows and tokens; either way the rows of a group are consecutive.
-    """
+    def add(x: Tensor, output: Tensor) -> Tensor:
+        # Some families flatten rows and tokens; either way the rows of a group are consecutive.
+        x_by_group, by_group = (t.reshape(len(delta), -1, t.shape[-1]) for t in (x, output))
+        is_bias = delta.dim() == 2
+        change = delta[:, None] if is_bias else x_by_group.to(delta.dtype) @ delta.mT
+        return (by_group + change.to(output.dtype)).reshape(output.shape)
 
-    def add_bias(x: Tensor, output: Tensor) -> Tensor:
-        by_group = output.reshape(len(delta), -1, output.shape[-1])
-        return (by_group + delta[:, None].to(output.dtype)).reshape(output.shape)
-
-    def add_weight(x: Tensor, output: Tensor) -> Tensor:
-        by_group = x.reshape(len(delta), -1, x.shape[-1]).to(delta.dtype)
-        return output + (by_group @ delta.mT).reshape(output.shape).to(output.dtype)
-
-    return add_bias if delta.dim() == 2 else add_weight
-
-
-def target_row(request: EditRequest, objective: TargetPositions) -> TokenRow:
-    """The bare prompt with the new object, or the prompt with all labels at its last position."""
-    row = request.rows[0]
-    if objective == "each-token":
-        return row
-    end = row.positions[0]
-    return TokenRow(row.ids[: end + 1], (end,) * len(row.labels), row.labels)
-
-
-def prepare_objective(lm: "LM", rows: Sequence[TokenRow], layer: int) -> FineTuneObjective:
-    """Run the rows once and store the input of the trained layer."""
-    batch = TokenBatch.of(rows, lm.device)
-    run = forward(lm, batch.ids)
-    return FineTuneObjective(
-        lm=lm,
-        layer=layer,
-        # All rows are padded to one length, so masks and positions of one row serve all of them.
-        replay=Replay.whole(lm, forward(lm, batch.ids[:1])),
-        states=(run.inputs, *run.states)[layer],
-        batch=batch,
-    )
+    return add
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +124,11 @@ def minimise(
 
     Either one group for the rows of all objectives, or one group for each row of one objective.
     """
-    deltas, means, squares = ([w.zeros(groups) for w in weights] for _ in range(3))
+    deltas: list[Tensor] = []
+    for w in weights:
+        dtype = torch.promote_types(w.parameter.dtype, torch.float32)
+        deltas.append(w.parameter.new_zeros(groups, *w.shape, dtype=dtype))
+    means, squares = ([torch.zeros_like(x) for x in deltas] for _ in range(2))
     steps_done = [torch.tensor(0.0) for _ in weights]
     results = [FineTuneResult([], []) for _ in range(groups)]
     active = torch.arange(groups)
@@ -211,11 +183,9 @@ def _loss_and_gradients(
             part = objective.losses(weights, leaves).reshape(groups, -1).sum(1) / facts_per_group
         losses += part.detach().cpu()
         if backward:
-            new = torch.autograd.grad(part.sum(), leaves)
-            if gradients:
-                gradients = [a.add_(b) for a, b in zip(gradients, new, strict=True)]
-            else:
-                gradients = list(new)
+            new = list(torch.autograd.grad(part.sum(), leaves))
+            both = zip(gradients, new, strict=True)
+            gradients = [a.add_(b) for a, b in both] if gradients else new
     return losses, gradients
 
 
@@ -224,31 +194,35 @@ class BoundFineTune(BoundEditor):
 
     def __init__(self, settings: FineTune, lm: "LM") -> None:
         self.lm = lm
-        given = settings.layer
+        layer, max_change = settings.layer, settings.max_change
         self.layer = (
-            finetune_layer(lm, settings.method) if given is None else check_layer(lm, given)
+            finetune_layer(lm, settings.method) if layer is None else check_layer(lm, layer)
         )
         modules = lm.attn_in(self.layer) if settings.weights == "attn" else [lm.mlp_out(self.layer)]
-        self.weights = [
-            TrainedWeight.of(lm, module, kind)
-            for module in modules
-            for kind in ("weight", "bias")
-            if (kind == "weight" or settings.bias) and getattr(module, kind, None) is not None
-        ]
-        max_change = settings.max_change
+        self.weights: list[TrainedWeight] = []
+        for module in modules:
+            for kind in ("weight", "bias") if settings.bias else ("weight",):
+                parameter: Tensor | None = getattr(module, kind, None)
+                if parameter is not None:
+                    shape = tuple(parameter.shape)
+                    if lm.family.transposed:
+                        shape = shape[::-1]
+                    name = f"{lm.name_of(module)}.{kind}"
+                    self.weights.append(TrainedWeight(module, name, parameter, shape))
         if max_change == "default":
-            max_change = finetune_max_change(lm, settings.method, self._standard_deviation())
+            matrices = [w.parameter.detach() for w in self.weights if len(w.shape) == 2]
+            entries = torch.cat([matrix.float().cpu().flatten() for matrix in matrices])
+            max_change = finetune_max_change(lm, settings.method, entries.std().item())
         self.settings = replace(settings, layer=self.layer, max_change=max_change)
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: their mean loss is minimised."""
-        requests = raise_first_error(edit_requests(self.lm, facts))
-        rows = self._rows(requests)
+        rows = self._rows(raise_first_error(edit_requests(self.lm, facts)))
         nested = NestedProgress(progress)
 
         def train(size: int) -> FineTuneResult:
             batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-            objectives = [prepare_objective(self.lm, batch, self.layer) for batch in batches]
+            objectives = [FineTuneObjective.of(self.lm, batch, self.layer) for batch in batches]
             return minimise(objectives, self.weights, 1, self.settings, nested.within(0.0, 1.0))[0]
 
         result, _ = retry_smaller(train, self._facts_per_pass(rows, delta_per_fact=False))
@@ -262,27 +236,25 @@ class BoundFineTune(BoundEditor):
         models, call this with a few hundred facts at a time.
         """
 
+        def train(
+            requests: Sequence[EditRequest], progress: Progress
+        ) -> list[Edit | FactscopeError]:
+            objective = FineTuneObjective.of(self.lm, self._rows(requests), self.layer)
+            results = minimise([objective], self.weights, len(requests), self.settings, progress)
+            pairs = zip(requests, results, strict=True)
+            return [self._edit([request.fact], result) for request, result in pairs]
+
         def train_all(requests: list[EditRequest]) -> list[Edit | FactscopeError]:
             size = self._facts_per_pass(self._rows(requests), delta_per_fact=True)
-            return run_in_batches(requests, size, self._train_each, progress)
+            return run_in_batches(requests, size, train, progress)
 
         edits = map_valid(edit_requests(self.lm, facts), train_all)
         return map_valid(edits, lambda edits: with_checks(self.lm, edits))
 
-    def _train_each(
-        self, requests: Sequence[EditRequest], progress: Progress
-    ) -> list[Edit | FactscopeError]:
-        objective = prepare_objective(self.lm, self._rows(requests), self.layer)
-        results = minimise([objective], self.weights, len(requests), self.settings, progress)
-        return [self._edit([r.fact], result) for r, result in zip(requests, results, strict=True)]
-
     def _rows(self, requests: Sequence[EditRequest]) -> list[TokenRow]:
-        return [target_row(request, self.settings.objective) for request in requests]
-
-    def _standard_deviation(self) -> float:
-        """Standard deviation of the entries of the trained matrices."""
-        matrices = [w.parameter.detach().float().cpu() for w in self.weights if len(w.shape) == 2]
-        return torch.cat([matrix.flatten() for matrix in matrices]).std().item()
+        """The bare prompts with the new objects."""
+        last = self.settings.objective == "last-position"
+        return [r.rows[0].at_last_position() if last else r.rows[0] for r in requests]
 
     def _facts_per_pass(self, rows: Sequence[TokenRow], *, delta_per_fact: bool) -> int:
         """How many facts fit into memory, each with its own Δ or all with one."""
@@ -302,20 +274,7 @@ class BoundFineTune(BoundEditor):
 
     def _edit(self, facts: Sequence[Fact], result: FineTuneResult) -> Edit | FactscopeError:
         """The result as an edit, if the loss went down."""
-        if error := self._error(facts, result.losses):
-            return error
-        settings = asdict(self.settings)
-        del settings["facts_per_pass"]  # does not affect the result
-        return Edit(
-            changes={w.name: Dense(x) for w, x in zip(self.weights, result.deltas, strict=True)},
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=tuple(facts),
-            settings={**settings, "losses": [result.losses]},
-        )
-
-    def _error(self, facts: Sequence[Fact], losses: Sequence[float]) -> DidNotConverge | None:
+        losses = result.losses
         by_step = ", ".join(f"{loss:.3g}" for loss in losses)
         what = f"{facts[0].text!r} → {facts[0].target!r}"
         what += f" and {len(facts) - 1} more" if len(facts) > 1 else ""
@@ -330,4 +289,13 @@ class BoundFineTune(BoundEditor):
                 f"{by_step}); try another layer, a lower learning rate, more steps or a larger "
                 "limit"
             )
-        return None
+        settings = asdict(self.settings)
+        del settings["facts_per_pass"]  # does not affect the result
+        return Edit(
+            changes={w.name: Dense(x) for w, x in zip(self.weights, result.deltas, strict=True)},
+            model=self.lm.name,
+            fingerprint=self.lm.fingerprint,
+            method=self.settings.method,
+            facts=tuple(facts),
+            settings={**settings, "losses": [losses]},
+        )
