@@ -31,7 +31,7 @@ def bare(lm: LM, sequences: Sequence[Sequence[int]], top: int, batch_size: int |
     """The forward pass alone, as far as that layer."""
     for batch in length_batches(lm, sequences, batch_size):
         ids = torch.tensor(batch, device=lm.device)
-        run_to_layer(lm, ids, {top: lambda _: None})
+        run_to_layer(lm, ids, [top], lambda *_: None)
 
 
 def bench(dtype: str, args: argparse.Namespace) -> None:

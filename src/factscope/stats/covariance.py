@@ -13,8 +13,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from factscope.lm.hooks import hook_calls
 from factscope.progress import Progress, no_progress
 from factscope.stats.second_moment import SecondMoment
 from factscope.stats.settings import StatsSettings
-from factscope.stats.text import GeneratedText, TokenSequence
+from factscope.stats.text import GeneratedText, TokenSequence, batched
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -64,39 +65,34 @@ def collect(
     if not layers or layers[0] < 0 or layers[-1] >= lm.n_layers:
         raise BadSetting(f"layers is {layers}; {lm.name} has layers 0 to {lm.n_layers - 1}")
     threshold = settings.convergence
-    growth = GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
-    checkpoint = _PartialFile(
-        partial,
-        {
-            "model": lm.fingerprint,
-            "layers": layers,
-            "tokens": settings.tokens,
-            "batch_size": settings.batch_size,
-            "corpus": corpus,
-            "shard": settings.shard,
-            "convergence": threshold,
-        },
-        save_interval,
-    )
+    spec = {
+        "model": lm.fingerprint,
+        "layers": layers,
+        "tokens": settings.tokens,
+        "batch_size": settings.batch_size,
+        "corpus": corpus,
+        "shard": settings.shard,
+        "convergence": threshold,
+    }
+    checkpoint = _PartialFile(partial, spec, save_interval)
     sums = checkpoint.load() or RunningSums(history={layer: [] for layer in layers})
-    reported = 0.0
 
-    def report() -> None:
-        nonlocal reported
-        done = min(1.0, sums.tokens * settings.n_shards / settings.tokens)
-        progress(done - reported)
-        reported = done
+    def done() -> float:
+        return min(1.0, sums.tokens * settings.n_shards / settings.tokens)
 
-    report()
+    progress(done())
+    comparison_due = float(FIRST_COMPARISON)
     remaining = shard_of(sequences, settings, skip=sums.sequences)
     for batch in length_batches(lm, remaining, settings.batch_size):
         if sums.converged(threshold):
             break
-        due = _next_comparison(sums.tokens, growth)
+        while comparison_due <= sums.tokens:
+            comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
+        before = done()
         _add_batch_(lm, sums, batch)
-        if sums.tokens >= due:
+        if sums.tokens >= comparison_due:
             sums.compare_halves_()
-        report()
+        progress(done() - before)
         checkpoint.save_if_due(sums)
     if not sums.tokens:
         raise BadStats("the text has no tokens; give a longer one")
@@ -115,13 +111,6 @@ def collect(
         )
         for layer in layers
     ]
-
-
-def _next_comparison(tokens: int, growth: float) -> float:
-    due = float(FIRST_COMPARISON)
-    while due <= tokens:
-        due *= growth
-    return due
 
 
 # ---- running sums
@@ -237,15 +226,8 @@ def length_batches(
 ) -> Iterator[list[TokenSequence]]:
     """Batches of sequences of equal length; by default their size depends on the device."""
     tokens = TOKENS_PER_BATCH_GPU if on_gpu(lm) else TOKENS_PER_BATCH_CPU
-    batch: list[TokenSequence] = []
-    for sequence in sequences:
-        size = batch_size or max(1, tokens // len(sequence))
-        if batch and (len(sequence) != len(batch[0]) or len(batch) >= size):
-            yield batch
-            batch = []
-        batch.append(sequence)
-    if batch:
-        yield batch
+    for length, group in groupby(sequences, key=len):
+        yield from batched(group, batch_size or max(1, tokens // length))
 
 
 def _add_batch_(lm: "LM", sums: RunningSums, batch: Sequence[TokenSequence]) -> None:
@@ -254,12 +236,8 @@ def _add_batch_(lm: "LM", sums: RunningSums, batch: Sequence[TokenSequence]) -> 
     halves = batch[offset::2], batch[1 - offset :: 2]
     ids = torch.tensor([list(x) for half in halves for x in half], device=lm.device)
     first = len(halves[0])
-
-    def add(layer: int) -> Callable[[Tensor], None]:
-        return lambda keys: sums.add_(layer, keys, first)
-
     try:
-        run_to_layer(lm, ids, {layer: add(layer) for layer in sums.history})
+        run_to_layer(lm, ids, sums.history, lambda layer, keys: sums.add_(layer, keys, first))
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"out of memory with {len(batch)} sequences of {len(batch[0])} tokens and "
@@ -274,23 +252,23 @@ class _LastLayerReached(Exception):
     """Ends a forward pass early."""
 
 
-def run_to_layer(lm: "LM", ids: Tensor, use_keys: Mapping[int, Callable[[Tensor], Any]]) -> None:
-    """Run the model up to the highest of the layers; call each layer's function with its keys."""
-    top = max(use_keys)
+def run_to_layer(
+    lm: "LM", ids: Tensor, layers: Iterable[int], use_keys: Callable[[int, Tensor], Any]
+) -> None:
+    """Run the model up to the highest of the layers; call the function with each layer's keys."""
+    top = max(layers)
 
     def hook(layer: int) -> Callable[..., None]:
         def call(args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            use_keys[layer](args[0].reshape(*ids.shape, -1))
+            use_keys(layer, args[0].reshape(*ids.shape, -1))
             if layer == top:
                 raise _LastLayerReached
 
         return call
 
-    try:
-        with hook_calls(*((lm.mlp_out(layer), hook(layer)) for layer in use_keys)):
-            lm.model.base_model(ids, use_cache=False)
-    except _LastLayerReached:
-        pass
+    hooks = ((lm.mlp_out(layer), hook(layer)) for layer in layers)
+    with suppress(_LastLayerReached), hook_calls(*hooks):
+        lm.model.base_model(ids, use_cache=False)
 
 
 # ---- resuming
@@ -301,8 +279,7 @@ MAX_SAVE_OVERHEAD = 20
 
 
 class _PartialFile:
-    """The file with the running sums of an unfinished collection; without a path, nothing is
-    saved."""
+    """The running sums of an unfinished collection; without a path, nothing is saved."""
 
     def __init__(self, path: Path | None, spec: Mapping[str, Any], interval: float) -> None:
         self.path = path
@@ -319,11 +296,19 @@ class _PartialFile:
                 state = json.loads((file.metadata() or {})["state"])
             if state.get("version") != PARTIAL_VERSION:
                 raise ValueError(f"format version {state.get('version', 1)}, not {PARTIAL_VERSION}")
-            self._check_spec(state["spec"])
+            changes = [
+                f"\n  {name}: {state['spec'].get(name)!r} there, {value!r} now"
+                for name, value in self.spec.items()
+                if state["spec"].get(name) != value
+            ]
+            if changes:
+                raise BadRunFolder(
+                    f"{self.path} is from a collection with other settings; use those, another "
+                    f"--out, or delete it to start over:{''.join(changes)}"
+                )
             tensors = load_file(self.path)
-            layers = state["spec"]["layers"]
             return RunningSums(
-                halves={n: (tensors[f"{n}.0"], tensors[f"{n}.1"]) for n in layers},
+                halves={n: (tensors[f"{n}.0"], tensors[f"{n}.1"]) for n in self.spec["layers"]},
                 counts=tuple(state["counts"]),
                 sequences=state["sequences"],
                 history={int(n): [(t, x) for t, x in h] for n, h in state["history"].items()},
@@ -333,23 +318,11 @@ class _PartialFile:
                 f"cannot resume from {self.path} ({error}); delete it to start over"
             ) from error
 
-    def _check_spec(self, saved: Mapping[str, Any]) -> None:
-        changes = [
-            f"{name}: {saved.get(name)!r} there, {value!r} now"
-            for name, value in self.spec.items()
-            if saved.get(name) != value
-        ]
-        if changes:
-            raise BadRunFolder(
-                f"{self.path} is from a collection with other settings; use those, another --out, "
-                "or delete it to start over:\n  " + "\n  ".join(changes)
-            )
-
     def save_if_due(self, sums: RunningSums) -> None:
         """Save the sums if the interval has passed."""
-        if self.path is None or time.monotonic() < self.due:
-            return
         start = time.monotonic()
+        if self.path is None or start < self.due:
+            return
         state = {
             "version": PARTIAL_VERSION,
             "spec": self.spec,
@@ -362,7 +335,6 @@ class _PartialFile:
             for layer, halves in sums.halves.items()
             for i, half in enumerate(halves)
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path) as temporary:
             save_file(tensors, temporary, metadata={"state": json.dumps(state)})
         now = time.monotonic()

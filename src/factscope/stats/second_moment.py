@@ -13,7 +13,7 @@ Files are looked up among those given, in the user's cache, and among those that
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,14 +68,8 @@ class SecondMoment:
 
         The Cholesky factor is computed in float64 and cached, so solving for further keys is cheap.
         """
-        factor = self._factor(ridge, keys.device)
-        solved = torch.cholesky_solve(keys.to(factor).T, factor).T
-        return solved.to(device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
-
-    def _factor(self, ridge: float, device: torch.device) -> Float[Tensor, "key key"]:
-        """The lower Cholesky factor of C with the ridge."""
-        if device.type == "mps":
-            device = torch.device("cpu")  # MPS has no float64
+        # MPS has no float64.
+        device = torch.device("cpu") if keys.device.type == "mps" else keys.device
         if (ridge, device) not in self._factors:
             matrix = self.matrix.to(device, torch.float64, copy=True)
             diagonal = matrix.diagonal()
@@ -88,27 +82,31 @@ class SecondMoment:
                     "times the width), or raise the ridge"
                 )
             self._factors[ridge, device] = factor
-        return self._factors[ridge, device]
+        factor = self._factors[ridge, device]
+        solved = torch.cholesky_solve(keys.to(factor).T, factor).T
+        return solved.to(device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
 
     def check(self, lm: "LM", layer: int) -> None:
         """Raise an error unless these are the statistics of that layer of that model."""
-        command = f"`factscope stats --model {lm.name} --layers {layer}`"
         if self.fingerprint != lm.fingerprint:
-            raise BadStats(
-                f"the statistics are of {self.model} (fingerprint {self.fingerprint[:16]}), not of "
-                f"{lm.name} as loaded here ({lm.fingerprint[:16]}); collect them with {command}"
+            problem = (
+                f"are of {self.model} (fingerprint {self.fingerprint[:16]}), not of {lm.name} as "
+                f"loaded here ({lm.fingerprint[:16]}); collect them"
             )
-        if self.layer != layer:
-            raise BadStats(
-                f"the statistics are of layer {self.layer} of {self.model}, not of layer {layer}; "
-                f"collect them with {command}"
+        elif self.layer != layer:
+            problem = (
+                f"are of layer {self.layer} of {self.model}, not of layer {layer}; collect them"
             )
-        width = lm.mlp_weight(layer).shape[1]
-        if self.width != width:
-            raise BadStats(
-                f"the statistics have width {self.width}, the keys of layer {layer} of {lm.name} "
-                f"have width {width}; collect them again with {command}"
+        elif self.width != (width := lm.mlp_weight(layer).shape[1]):
+            problem = (
+                f"have width {self.width}, the keys of layer {layer} of {lm.name} have width "
+                f"{width}; collect them again"
             )
+        else:
+            return
+        raise BadStats(
+            f"the statistics {problem} with `factscope stats --model {lm.name} --layers {layer}`"
+        )
 
 
 # ---- merging
@@ -125,14 +123,12 @@ def merge_second_moments(moments: Sequence[SecondMoment]) -> SecondMoment:
     first = moments[0]
     for other in moments[1:]:
         if _origin(first) != _origin(other):
-            names = [
-                "layer {} of {} ({:.16}), width {}".format(*_origin(m)) for m in (first, other)
-            ]
-            raise BadStats(f"cannot merge {names[0]} with {names[1]}; give files of one layer")
+            name = "layer {} of {} ({:.16}), width {}".format
+            one, two = name(*_origin(first)), name(*_origin(other))
+            raise BadStats(f"cannot merge {one} with {two}; give files of one layer")
     for a, b in combinations(moments, 2):
-        if (a.corpus, a.tokens) == (b.corpus, b.tokens) and torch.equal(
-            a.matrix.cpu(), b.matrix.cpu()
-        ):
+        same_text = (a.corpus, a.tokens) == (b.corpus, b.tokens)
+        if same_text and torch.equal(a.matrix.cpu(), b.matrix.cpu()):
             raise BadStats(
                 f"the same statistics are given twice ({a.corpus}, {a.tokens:,} tokens); give each "
                 "file once"
@@ -142,15 +138,8 @@ def merge_second_moments(moments: Sequence[SecondMoment]) -> SecondMoment:
     if len(moments) > 1:
         difference = (_mean(moments[::2]) - _mean(moments[1::2])).norm() / mean.norm()
         history = (*history, (tokens, difference.item()))
-    return SecondMoment(
-        matrix=mean,
-        layer=first.layer,
-        tokens=tokens,
-        corpus="; ".join(dict.fromkeys(moment.corpus for moment in moments)),
-        model=first.model,
-        fingerprint=first.fingerprint,
-        convergence_history=history,
-    )
+    corpus = "; ".join(dict.fromkeys(moment.corpus for moment in moments))
+    return replace(first, matrix=mean, tokens=tokens, corpus=corpus, convergence_history=history)
 
 
 def _origin(moment: SecondMoment) -> tuple[int, str, str, int]:
@@ -188,7 +177,6 @@ def save_second_moment(moment: SecondMoment, path: Path, half_precision: bool = 
         "tokens": str(moment.tokens),
         "convergence_history": json.dumps(moment.convergence_history),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         # Not safetensors' own save_file: it makes files that only their owner can read.
         temporary.write_bytes(save(tensors, metadata=header))
@@ -246,13 +234,11 @@ def _compress(matrix: Float[Tensor, "key key"]) -> dict[str, Tensor]:
 
 
 def _decompress(tensors: Mapping[str, Tensor]) -> Float[Tensor, "key key"]:
-    """C from its scales and correlations."""
     scales = tensors["scales"]
     upper = torch.triu_indices(len(scales), len(scales))
     matrix = torch.zeros(len(scales), len(scales))
     matrix[upper[0], upper[1]] = tensors["upper"].float()
-    matrix = matrix + matrix.triu(1).T
-    return matrix * torch.outer(scales, scales)
+    return (matrix + matrix.triu(1).T) * torch.outer(scales, scales)
 
 
 # ---- lookup

@@ -10,9 +10,9 @@ import random
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from factscope.errors import BadSetting, DownloadFailed
 from factscope.io import sha256
@@ -69,31 +69,26 @@ def token_sequences(lm: "LM", texts: Iterable[str], length: int) -> Iterator[lis
     bare, special = encode(lm, "A", special=False).ids, encode(lm, "A").ids
     prefix = list(special[: len(special) - len(bare)])  # BOS, or nothing
     size = length - len(prefix)
+    end_of_text = lm.tokenizer.eos_token_id
     pending: list[int] = []
+    separator: list[int] = []
     complete = 0
-    for ids in _tokenized(lm, texts):
-        pending += ids
-        end = len(pending) // size * size
-        for i in range(0, end, size):
-            complete += 1
-            yield prefix + pending[i : i + size]
-        pending = pending[end:]
+    for batch in batched(texts, TOKENIZER_BATCH):
+        # verbose=False: no warning about documents that are longer than the model's context.
+        for ids in lm.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            pending += separator + ids
+            separator = [] if end_of_text is None else [end_of_text]
+            end = len(pending) // size * size
+            for i in range(0, end, size):
+                complete += 1
+                yield prefix + pending[i : i + size]
+            pending = pending[end:]
     if len(pending) >= MIN_REMAINDER or (pending and not complete):
         yield prefix + pending
 
 
-def _tokenized(lm: "LM", texts: Iterable[str]) -> Iterator[list[int]]:
-    """Each document's tokens, all but the first preceded by the end-of-text token."""
-    end = lm.tokenizer.eos_token_id
-    separator: list[int] = []
-    for batch in _batched(texts, TOKENIZER_BATCH):
-        # verbose=False: no warning about documents that are longer than the model's context.
-        for ids in lm.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            yield separator + ids
-            separator = [] if end is None else [end]
-
-
-def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of that many items; the last may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
@@ -122,14 +117,10 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
 def _text_blocks(path: Path) -> Iterator[str]:
     """Groups of lines between blank lines."""
     opener = gzip.open if path.suffix == ".gz" else open
-    lines: list[str] = []
     with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        for line in chain(file, [""]):
-            if line.strip():
-                lines.append(line)
-            elif lines:
+        for blank, lines in groupby(file, key=lambda line: not line.strip()):
+            if not blank:
                 yield "".join(lines).strip()
-                lines = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +150,6 @@ class HubDataset:
 
     def documents(self, seed: int = 0) -> Iterator[str]:
         """The dataset's texts, streamed; shuffled within a buffer."""
-        for row in self._rows(seed):
-            if self.column not in row:
-                raise BadSetting(
-                    f"the dataset {self.name!r} has no column {self.column!r}; it has "
-                    f"{', '.join(map(repr, row))}: choose one with #COLUMN"
-                )
-            if row[self.column].strip():
-                yield row[self.column]
-
-    def _rows(self, seed: int) -> Iterator[dict[str, Any]]:
         try:
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -177,9 +158,15 @@ class HubDataset:
                 "file with --text"
             ) from error
         try:
-            yield from datasets.load_dataset(
-                self.name, self.config, split=self.split, streaming=True
-            ).shuffle(seed=seed, buffer_size=10_000)
+            rows = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
+            for row in rows.shuffle(seed=seed, buffer_size=10_000):
+                if self.column not in row:
+                    raise BadSetting(
+                        f"the dataset {self.name!r} has no column {self.column!r}; it has "
+                        f"{', '.join(map(repr, row))}: choose one with #COLUMN"
+                    )
+                if row[self.column].strip():
+                    yield row[self.column]
         except (ConnectionError, TimeoutError) as error:
             raise DownloadFailed(f"the dataset {self} could not be downloaded: {error}") from error
         except (ValueError, OSError) as error:
@@ -211,7 +198,7 @@ class GeneratedText:
         The batches stay the same whatever is skipped: rounding depends on the rows of a batch.
         """
         start = skip // self.batch_size * self.batch_size
-        batches = _batched(indices[start:], self.batch_size)
+        batches = batched(indices[start:], self.batch_size)
         return islice(chain.from_iterable(map(self._generate, batches)), skip - start, None)
 
     def _generate(self, indices: Sequence[int]) -> list[list[int]]:
