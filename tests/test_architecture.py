@@ -25,6 +25,7 @@ LEVELS = (
     ("lm",),
     ("data",),
     ("extras.counterfact_builder",),
+    ("extras.wikidata",),
     ("stats",),
     ("tracing",),
     ("editing",),
@@ -44,7 +45,7 @@ LIGHT = (
 
 
 def part_of(path: Path) -> str:
-    """The package or module directly below factscope; the parts of extras count on their own."""
+    """The package or module directly below factscope; the modules of extras count on their own."""
     return part_named(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 

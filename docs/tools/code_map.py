@@ -18,7 +18,6 @@ analysis → report. `make code-map` writes this page; a test compares it with t
 PACKAGES = (
     "", "lm", "lm/accel", "data", "stats", "tracing", "editing", "editing/hypernet", "evaluation",
     "analysis", "report", "report/figures", "runs", "serve", "cli", "extras",
-    "extras/counterfact_builder", "extras/study",
 )  # fmt: skip
 
 

@@ -15,25 +15,24 @@ import pytest
 
 from factscope.data.readers import generation_templates, neutral_sentences, read_cases
 from factscope.errors import BadFact, BadSetting, DownloadFailed
-from factscope.extras.counterfact_builder import wikidata
-from factscope.extras.counterfact_builder.articles import (
-    article_names,
-    articles_by_entity,
-    plain_sentences,
-    read_articles,
-)
-from factscope.extras.counterfact_builder.build import (
+from factscope.extras import wikidata
+from factscope.extras.counterfact_builder import (
     COUNTERFACT,
+    CompositionRow,
     Relation,
     SubjectsWithObject,
+    article_names,
+    articles_by_entity,
     build_record,
     build_records,
     build_references,
+    composition,
     knowledge_tuples,
+    plain_sentences,
+    read_articles,
     usable_relations,
 )
-from factscope.extras.counterfact_builder.composition import CompositionRow, composition
-from factscope.extras.counterfact_builder.wikidata import Wikidata, sparql_query
+from factscope.extras.wikidata import sparql_query, subjects_in_wikidata
 from factscope.facts import Case, Fact
 
 from commands import Result, Run, runner
@@ -68,7 +67,7 @@ Australia, New Zealand and others signed (at last) a treaty."""
 
 
 def built(seed: int = 0, **how: Any) -> list[dict[str, Any]]:
-    usable = usable_relations(FACTS, PATTERNS).usable
+    usable, _ = usable_relations(FACTS, PATTERNS)
     return list(build_records(knowledge_tuples(usable, seed), **how))
 
 
@@ -80,28 +79,30 @@ def truths(relation: str) -> dict[str, set[str]]:
 
 
 def test_usable_relations_and_problems() -> None:
-    found = usable_relations(FACTS | {"P20": [["x"], ["a", "b"], [1, "b"], ["a", "c"]]}, PATTERNS)
-    assert [relation.name for relation in found.usable] == ["P19", "P103"]
-    assert found.usable[0].templates == (
+    usable, problems = usable_relations(
+        FACTS | {"P20": [["x"], ["a", "b"], [1, "b"], ["a", "c"]]}, PATTERNS
+    )
+    assert [relation.name for relation in usable] == ["P19", "P103"]
+    assert usable[0].templates == (
         "{} was born in",
         "{} comes from",
         "The birthplace of {} is",
         "{} label:",
     )
-    assert [problem.split(":")[0] for problem in found.problems] == [
+    assert [problem.split(":")[0] for problem in problems] == [
         "P20",
         "P20 skipped, with 2 facts",
         "P30 skipped, with 2 facts",
         "P31 skipped, with 2 facts",
     ]
-    assert "2 rows" in found.problems[0]
-    assert "0 usable patterns" in found.problems[1]
-    assert "1 objects" in found.problems[2]
-    assert "1 usable patterns" in found.problems[3]
+    assert "2 rows" in problems[0]
+    assert "0 usable patterns" in problems[1]
+    assert "1 objects" in problems[2]
+    assert "1 usable patterns" in problems[3]
 
 
 def test_selected_relations() -> None:
-    assert [r.name for r in usable_relations(FACTS, PATTERNS, ["P103"]).usable] == ["P103"]
+    assert [r.name for r in usable_relations(FACTS, PATTERNS, ["P103"])[0]] == ["P103"]
     with pytest.raises(BadSetting, match=r"no relation P7, P8 .* it has P19, P30, P31, P103"):
         usable_relations(FACTS, PATTERNS, ["P7", "P19", "P8"])
 
@@ -141,7 +142,7 @@ def test_every_part_of_a_record() -> None:
         assert true in objects[subject]
         assert new not in objects[subject]
         assert new in {target for _, target in FACTS[relation]}
-        usable = usable_relations(FACTS, PATTERNS, [relation]).usable[0]
+        [usable], _ = usable_relations(FACTS, PATTERNS, [relation])
         assert rewrite["prompt"] in usable.templates
 
         rephrased = [t.replace("{}", subject) for t in usable.templates if t != rewrite["prompt"]]
@@ -200,9 +201,7 @@ def test_a_record_does_not_depend_on_the_others() -> None:
     def without_number(one: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in one.items() if key != "case_id"}
 
-    alone = list(
-        build_records(knowledge_tuples(usable_relations(FACTS, PATTERNS, ["P103"]).usable, 0))
-    )
+    alone = list(build_records(knowledge_tuples(usable_relations(FACTS, PATTERNS, ["P103"])[0], 0)))
     among = [one for one in built() if one["requested_rewrite"]["relation_id"] == "P103"]
     assert list(map(without_number, alone)) == list(map(without_number, among))
 
@@ -268,7 +267,7 @@ def test_a_list_is_not_about_its_members() -> None:
 
 
 def test_references_mention_the_object() -> None:
-    usable = usable_relations(FACTS, PATTERNS).usable
+    usable, _ = usable_relations(FACTS, PATTERNS)
     every = built()
     found = build_references(every, usable, articles_by_entity(ARTICLES.split("\n\n")))
     assert {r: {o: len(texts) for o, texts in t.items()} for r, t in found.items()} == {
@@ -300,10 +299,10 @@ def answer(rows: list[tuple[str, str]]) -> bytes:
 
 
 def test_sparql_query() -> None:
-    query = sparql_query("P19", 'Rock "n" Roll\\', limit=7)
+    query = sparql_query("P19", 'Rock "n" Roll\\')
     assert "?subject wdt:P19 ?object" in query
     assert '?object rdfs:label "Rock \\"n\\" Roll\\\\"@en' in query
-    assert query.endswith("LIMIT 7")
+    assert query.endswith("LIMIT 200")
     for wrong in ("19", "P", "P0", "P1 } DROP", ""):
         with pytest.raises(BadSetting, match="property"):
             sparql_query(wrong, "x")
@@ -317,17 +316,19 @@ def test_wikidata_responses_are_cached(tmp_path: Path) -> None:
         return answer([("Q585", "Bo"), ("Q1", "Al"), ("Q585", "Cy"), ("Q585", "Bo")])
 
     for _ in range(2):
-        found = Wikidata(tmp_path / "cache", get).subjects("P19", "Oslo")
+        found = subjects_in_wikidata("P19", "Oslo", tmp_path / "cache", get)
         assert found == SubjectsWithObject(subjects=("Al", "Bo", "Cy"), object_id="Q585")
     [url] = urls
     assert parse_qs(urlsplit(url).query)["query"] == [sparql_query("P19", "Oslo")]
-    assert Wikidata(tmp_path, lambda _: answer([])).subjects("P19", "x") == SubjectsWithObject(())
+    assert subjects_in_wikidata("P19", "x", tmp_path, lambda _: answer([])) == SubjectsWithObject(
+        ()
+    )
 
 
 @pytest.mark.parametrize("response", [b"<html>", b"[]", b'{"results": {}}', b"\xff"])
 def test_an_unreadable_response(tmp_path: Path, response: bytes) -> None:
     with pytest.raises(DownloadFailed, match="cannot be read"):
-        Wikidata(tmp_path, lambda _: response).subjects("P19", "Oslo")
+        subjects_in_wikidata("P19", "Oslo", tmp_path, lambda _: response)
     assert not list(tmp_path.iterdir())
 
 

@@ -13,8 +13,14 @@ from selenium.webdriver.common.by import By
 
 from factscope.analysis.preferences import preferences
 from factscope.errors import BadStudy
-from factscope.extras.study.answers import AnswerSheet, read_answers, votes
-from factscope.extras.study.pairs import Study, build_study, shared_cases
+from factscope.extras.study import (
+    AnswerSheet,
+    Study,
+    build_study,
+    read_answers,
+    shared_cases,
+    votes,
+)
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores
 from factscope.report.studies import form_data, form_page, preference_sentence, study_page

@@ -26,7 +26,7 @@ from factscope.errors import BadFact, BadSetting
 from factscope.settings import Flag
 
 if TYPE_CHECKING:
-    from factscope.extras.counterfact_builder.build import FindSubjects, Tables
+    from factscope.extras.counterfact_builder import FindSubjects, Tables
     from factscope.facts import Case
 
 # ---- models
@@ -274,36 +274,37 @@ class BuildOptions(Options):
 def build_counterfact(options: BuildOptions) -> None:
     """Build counterfactuals as the paper does (App. D), from a table of facts and patterns."""
     from factscope.data.readers import read_relation_table
-    from factscope.extras.counterfact_builder import articles, build
+    from factscope.extras import counterfact_builder as builder
 
     limit, full = options.limit, options.full
     if options.references is not None and options.text is None:
         raise BadSetting("--references needs --text, the articles to take them from")
     table = read_relation_table(options.facts)
     patterns = read_relation_table(options.patterns)
-    relations = build.usable_relations(table, patterns, _relations(options.relations, table))
-    for problem in relations.problems:
+    selected = _relations(options.relations, table)
+    relations, problems = builder.usable_relations(table, patterns, selected)
+    for problem in problems:
         note(problem)
     with doing("reading the text"):
-        texts = () if options.text is None else articles.read_articles(options.text)
-        sentences = articles.plain_sentences(texts)
-    find = _find_in_wikidata() if options.wikidata else build.subjects_in_table
-    entries = build.knowledge_tuples(relations.usable, options.seed)
-    no_counterfactual = sum(len(relation.pairs) for relation in relations.usable) - len(entries)
+        texts = () if options.text is None else builder.read_articles(options.text)
+        sentences = builder.plain_sentences(texts)
+    find = _find_in_wikidata() if options.wikidata else builder.subjects_in_table
+    entries = builder.knowledge_tuples(relations, options.seed)
+    no_counterfactual = sum(len(relation.pairs) for relation in relations) - len(entries)
     if no_counterfactual:
         note(f"{no_counterfactual} facts skipped: every object of their relation is true of them")
     total = len(entries) if full or limit is None else min(limit, len(entries))
     with counting("building", total) as done:
         counted = (done(1) or entry for entry in entries)
-        all_records = build.build_records(counted, sentences=sentences, find=find, full=full)
+        all_records = builder.build_records(counted, sentences=sentences, find=find, full=full)
         records = list(islice(all_records, limit))
     if not records:
         raise BadFact("no record can be built; each needs an object that is false of its subject")
-    summary: dict[str, Any] = {"file": str(options.out), "problems": list(relations.problems)}
+    summary: dict[str, Any] = {"file": str(options.out), "problems": problems}
     summary["without_counterfactual"] = no_counterfactual
     if options.references is not None:
-        by_entity = articles.articles_by_entity(texts)
-        references = build.build_references(records, relations.usable, by_entity, find)
+        by_entity = builder.articles_by_entity(texts)
+        references = builder.build_references(records, relations, by_entity, find)
         _write(options.references, references)
         rewrites = [record["requested_rewrite"] for record in records]
         covered = sum(
@@ -316,7 +317,7 @@ def build_counterfact(options: BuildOptions) -> None:
 
 def _relations(names: str | None, table: "Tables") -> list[str]:
     """The chosen relations; empty for all."""
-    from factscope.extras.counterfact_builder.build import COUNTERFACT
+    from factscope.extras.counterfact_builder import COUNTERFACT
 
     if names is None:
         return []
@@ -329,19 +330,18 @@ def _find_in_wikidata() -> "FindSubjects":
     """Subjects from Wikidata, each object requested once; from the table if it has none."""
     from functools import cache
 
-    from factscope.extras.counterfact_builder.build import (
+    from factscope.extras.counterfact_builder import (
         Relation,
         SubjectsWithObject,
         subjects_in_table,
     )
-    from factscope.extras.counterfact_builder.wikidata import Wikidata
+    from factscope.extras.wikidata import subjects_in_wikidata
     from factscope.io import cache_folder
 
-    service = Wikidata(cache_folder() / "wikidata")
-    request = cache(service.subjects)
+    request, folder = cache(subjects_in_wikidata), cache_folder() / "wikidata"
 
     def find(relation: Relation, target: str) -> SubjectsWithObject:
-        found = request(relation.name, target)
+        found = request(relation.name, target, folder)
         return found if found.subjects else subjects_in_table(relation, target)
 
     return find
@@ -371,7 +371,7 @@ def composition(options: CompositionOptions) -> None:
 def _print_composition(file: Path, summary: dict[str, Any], json: bool) -> None:
     """The composition of a file, read back from it."""
     from factscope.data.readers import read_cases
-    from factscope.extras.counterfact_builder.composition import composition
+    from factscope.extras.counterfact_builder import composition
 
     read = read_cases(file)
     skipped(read.problems)

@@ -16,7 +16,7 @@ from factscope.settings import Flag
 
 if TYPE_CHECKING:
     from factscope.analysis.preferences import Preference
-    from factscope.extras.study.pairs import Study
+    from factscope.extras.study import Study
     from factscope.records import CaseRecord
 
 FORM, KEY = "form.html", "key.json"
@@ -50,7 +50,7 @@ def build(options: BuildOptions) -> None:
     form.html is for the people; it works offline and sends nothing. key.json says which method
     wrote what: do not share it.
     """
-    from factscope.extras.study.pairs import build_study
+    from factscope.extras.study import build_study
     from factscope.report.studies import form_page
 
     requested, records = options.num_cases, _comparable_records(options.run_a, options.run_b)
@@ -102,7 +102,7 @@ class ReportOptions(Options):
 def report(options: ReportOptions) -> None:
     """Count the answers: ratios with 95 % intervals, a figure and a page. Needs no model."""
     from factscope.analysis.preferences import preferences
-    from factscope.extras.study.answers import read_answers, votes
+    from factscope.extras.study import read_answers, votes
     from factscope.report.studies import preference_sentence, preference_table, write_study_report
     from factscope.report.tables import as_markdown
 
@@ -130,7 +130,7 @@ COMMANDS = {
 
 def _comparable_records(*paths: Path) -> "dict[str, list[CaseRecord]]":
     """The records of the runs by name, if their texts can be compared."""
-    from factscope.extras.study.pairs import check_comparable
+    from factscope.extras.study import check_comparable
     from factscope.runs.folder import RunFolder
 
     if paths[0].resolve() == paths[1].resolve():
@@ -160,7 +160,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read_key(path: Path) -> "Study":
-    from factscope.extras.study.pairs import Study
+    from factscope.extras.study import Study
 
     try:
         return Study.from_json(path.read_text("utf-8"))

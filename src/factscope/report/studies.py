@@ -14,8 +14,7 @@ from typing import Any
 from factscope.analysis.metrics import UNEDITED
 from factscope.analysis.preferences import Interval, Preference, Vote, preferences
 from factscope.errors import BadStudy
-from factscope.extras.study.answers import ANSWERS_KIND
-from factscope.extras.study.pairs import Item, Study
+from factscope.extras.study import ANSWERS_KIND, Item, Study
 from factscope.report.figures.studies import preferences_figure
 from factscope.report.html import asset, embed_figure, render
 from factscope.report.labels import (

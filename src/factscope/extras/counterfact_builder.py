@@ -2,7 +2,8 @@
 
 Each tuple (s, r, o) gives one record: a prompt from the relation's templates and a new object o*;
 two paraphrases; neighbourhood prompts about subjects that share o; attribute prompts about subjects
-that have o*; generation prompts.
+that have o*; generation prompts. Articles give sentences before the paraphrases and reference
+texts about the objects.
 
 Every tuple has its own random generator, seeded by the seed and the tuple, and the data set is
 sorted by each generator's first number. So a record does not depend on which others are built, and
@@ -11,30 +12,33 @@ a limited data set is a prefix of the full one.
 
 import random
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from factscope.data.readers import generation_templates, neutral_sentences, pararel_prompt
+from factscope.data.readers import (
+    generation_templates,
+    neutral_sentences,
+    pararel_prompt,
+    read_text,
+)
 from factscope.errors import BadFact, BadSetting
-from factscope.facts import SUBJECT_SLOT
+from factscope.facts import SUBJECT_SLOT, Case
 
+# The relations of the paper's data set: in most of them a subject has one object.
 COUNTERFACT = (
     "P17", "P19", "P20", "P27", "P30", "P36", "P37", "P39", "P101", "P103", "P106", "P108",
     "P127", "P131", "P136", "P138", "P140", "P159", "P176", "P178", "P190", "P264", "P276", "P364",
     "P407", "P413", "P449", "P463", "P495", "P641", "P740", "P937", "P1303", "P1412",
 )  # fmt: skip
-"""The relations of the paper's data set: in most of them a subject has one object."""
 PARAPHRASES = 2
-PROMPTS = 10
-"""Number of neighbourhood, attribute and generation prompts of a record."""
-REFERENCE_TEXTS = 10
-"""Maximum number of reference texts of an object."""
-SENTENCE_SAMPLE = 50
-"""Number of sentences among which unrelated ones are searched."""
+PROMPTS = 10  # number of neighbourhood, attribute and generation prompts of a record
+REFERENCE_TEXTS = 10  # maximum number of reference texts of an object
+SENTENCE_SAMPLE = 50  # number of sentences among which unrelated ones are searched
 
 Tables = Mapping[str, Sequence[Any]]
 """A table of ParaRel: relation → pairs or patterns."""
@@ -50,11 +54,6 @@ class Relation:
     name: str
     pairs: tuple[tuple[str, str], ...]
     templates: tuple[str, ...]
-
-    @cached_property
-    def frequency(self) -> Counter[str]:
-        """Object → number of its subjects."""
-        return Counter(target for _, target in self.pairs)
 
     @cached_property
     def objects(self) -> dict[str, set[str]]:
@@ -73,21 +72,15 @@ class Relation:
         return by_object
 
     def candidates(self, subject: str) -> dict[str, int]:
-        """The objects that are false for the subject, with their frequencies."""
-        false = self.frequency.keys() - self.objects[subject] - {subject}
-        return {target: n for target, n in self.frequency.items() if target in false}
+        """The objects that are false for the subject, with the number of their subjects."""
+        excluded = self.objects[subject] | {subject}
+        return {o: len(found) for o, found in self.subjects.items() if o not in excluded}
 
 
-@dataclass(frozen=True)
-class Relations:
-    """The usable relations of the tables, and messages about the others."""
-
-    usable: tuple[Relation, ...]
-    problems: tuple[str, ...]
-
-
-def usable_relations(facts: Tables, patterns: Tables, selected: Sequence[str] = ()) -> Relations:
-    """The relations of ParaRel's tables, or only the selected ones."""
+def usable_relations(
+    facts: Tables, patterns: Tables, selected: Sequence[str] = ()
+) -> tuple[list[Relation], list[str]]:
+    """The usable relations of ParaRel's tables (or of the selected ones), and the problems."""
     if not any(facts.values()):
         raise BadFact("the table of facts is empty; it needs relation → [[subject, object], …]")
     unknown = [name for name in selected if name not in facts]
@@ -97,18 +90,24 @@ def usable_relations(facts: Tables, patterns: Tables, selected: Sequence[str] = 
     usable: list[Relation] = []
     problems: list[str] = []
     for name in sorted(selected or facts, key=_property_number):
-        pairs, broken = _pairs(facts[name])
-        relation = Relation(name, pairs, _templates(patterns.get(name, [])))
-        if broken:
+        valid = [(row[0].strip(), row[1].strip()) for row in facts[name] if _is_pair(row)]
+        if broken := len(facts[name]) - len(valid):
             problems.append(f"{name}: {broken} rows that are not [subject, object]")
-        problem = _problem(relation)
-        if problem:
-            problems.append(f"{name} skipped, with {len(pairs)} facts: {problem}")
-        else:
-            usable.append(relation)
+        pairs, templates = tuple(dict.fromkeys(valid)), _templates(patterns.get(name, []))
+        objects = {target for _, target in pairs}
+        if len(templates) > 1 and len(objects) > 1:
+            usable.append(Relation(name, pairs, templates))
+            continue
+        problem = (
+            f"{len(objects)} objects; a counterfactual needs two"
+            if len(templates) > 1
+            else f"{len(templates)} usable patterns; a prompt and its paraphrases need two "
+            "that have [X] once and end in [Y]"
+        )
+        problems.append(f"{name} skipped, with {len(pairs)} facts: {problem}")
     if not usable:
         raise BadFact(f"no usable relation: {'; '.join(problems[:3])}")
-    return Relations(tuple(usable), tuple(problems))
+    return usable, problems
 
 
 def _property_number(name: str) -> tuple[int, str]:
@@ -116,16 +115,13 @@ def _property_number(name: str) -> tuple[int, str]:
     return (int(name[1:]) if name[1:].isdecimal() else 0, name)
 
 
-def _pairs(rows: Sequence[Any]) -> tuple[tuple[tuple[str, str], ...], int]:
-    """The distinct valid pairs, and the number of invalid rows."""
-    valid = [
-        (row[0].strip(), row[1].strip())
-        for row in rows
-        if isinstance(row, list | tuple)
+def _is_pair(row: Any) -> bool:
+    """Whether a row of the table of facts is [subject, object]."""
+    return (
+        isinstance(row, list | tuple)
         and len(row) == 2
         and all(isinstance(word, str) and word.strip() and SUBJECT_SLOT not in word for word in row)
-    ]
-    return tuple(dict.fromkeys(valid)), len(rows) - len(valid)
+    )
 
 
 def _templates(patterns: Sequence[Any]) -> tuple[str, ...]:
@@ -135,18 +131,6 @@ def _templates(patterns: Sequence[Any]) -> tuple[str, ...]:
     # After "a" or "an", the article would rule out some of the objects.
     usable = (prompt for prompt in tidy if prompt.rsplit(" ", 1)[-1] not in ("a", "an"))
     return tuple(dict.fromkeys(prompt[0].upper() + prompt[1:] for prompt in usable))
-
-
-def _problem(relation: Relation) -> str | None:
-    """Why a relation cannot be used, or None."""
-    if len(relation.templates) < 2:
-        return (
-            f"{len(relation.templates)} usable patterns; a prompt and its paraphrases need two "
-            "that have [X] once and end in [Y]"
-        )
-    if len(relation.frequency) < 2:
-        return f"{len(relation.frequency)} objects; a counterfactual needs two"
-    return None
 
 
 # ---- subjects with an object
@@ -232,7 +216,9 @@ def build_record(
     with_true, with_new = find(relation, true), find(relation, new)
     # The subject itself, and subjects for which both objects are true.
     excluded = {subject} | set(relation.subjects[new]) & set(relation.subjects[true])
-    paraphrases = _paraphrases(rng, fact, prompt)
+    others = [template for template in relation.templates if template != prompt]
+    # With a single other template, both paraphrases use it.
+    paraphrases = rng.sample(others, PARAPHRASES) if len(others) > 1 else others * PARAPHRASES
     leads = _unrelated_sentences(rng, sentences, (subject, true, new))
     return {
         "case_id": number,
@@ -243,7 +229,10 @@ def build_record(
             "target_true": {"str": true, "id": with_true.object_id},
             "subject": subject,
         },
-        "paraphrase_prompts": [f"{a} {b}" for a, b in zip(leads, paraphrases, strict=True)],
+        "paraphrase_prompts": [
+            f"{lead} {template.replace(SUBJECT_SLOT, subject)}"
+            for lead, template in zip(leads, paraphrases, strict=True)
+        ],
         "neighborhood_prompts": _prompts(rng, relation, with_true.subjects, excluded),
         "attribute_prompts": _prompts(rng, relation, with_new.subjects, excluded),
         "generation_prompts": [
@@ -251,13 +240,6 @@ def build_record(
             for template in rng.choices(generation_templates(relation.name), k=PROMPTS)
         ],
     }
-
-
-def _paraphrases(rng: random.Random, fact: KnowledgeTuple, prompt: str) -> list[str]:
-    """The subject in two other templates; in the same one twice if there is only one."""
-    others = [template for template in fact.relation.templates if template != prompt]
-    chosen = rng.sample(others, PARAPHRASES) if len(others) > 1 else others * PARAPHRASES
-    return [template.replace(SUBJECT_SLOT, fact.subject) for template in chosen]
 
 
 def _unrelated_sentences(
@@ -292,7 +274,69 @@ def _prompts(
     return prompts[:PROMPTS]
 
 
-# ---- reference texts
+# ---- articles
+
+WORDS = range(5, 21)  # number of words of a plain sentence
+# Words only: no brackets, quotation marks, headings or mark-up.
+PLAIN = re.compile(r"[A-Z][a-z]*[,;]?( [\w'’,;-]+)*\.")
+# Initials and most abbreviations have fewer than three letters.
+SENTENCE_END = re.compile(r"(?<=[a-z]{3}[.!?])\s+(?=[A-Z])")
+# Pronouns could be taken to refer to the subject of the prompt.
+PRONOUNS = frozenset({
+    "i", "me", "my", "we", "us", "our", "you", "your", "he", "him", "his", "she", "her", "hers",
+    "they", "them", "their", "it", "its", "this", "that", "these", "those", "such",
+})  # fmt: skip
+REFERENCES = ("see also", "external links", "retrieved", "isbn", "edition")
+# What follows the entity's name at the start of an article.
+END_OF_NAME = re.compile(
+    r"(?P<comma>,)|;|:|\.(?=\s|$)|\s\(|\s-\s|\s(?:is|was|are|were|refers|has|had)\s|$"
+)
+TITLES = re.compile(r"(?:(?:The|A|An|Sir|Dame|Lord|Saint|St|King|Queen|Pope|Emperor|Dr)\.? )+")
+MAX_NAME = 80  # characters
+
+
+def read_articles(path: Path) -> tuple[str, ...]:
+    """The articles of a text file, plain or .gz, separated by blank lines."""
+    parts = (part.strip() for part in re.split(r"\n\s*\n", read_text(path)))
+    articles = tuple(article for article in parts if article)
+    if not articles:
+        raise BadFact(f"{path} is empty; give articles separated by blank lines")
+    return articles
+
+
+def plain_sentences(articles: Iterable[str]) -> tuple[str, ...]:
+    """The distinct sentences of moderate length that make sense on their own."""
+    lines = (line for article in articles for line in article.split("\n"))
+    sentences = (part for line in lines for part in SENTENCE_END.split(line))
+    return tuple(dict.fromkeys(filter(_is_plain, sentences)))
+
+
+def _is_plain(sentence: str) -> bool:
+    words = [word.strip(",;.") for word in sentence.casefold().split()]
+    if len(words) not in WORDS or not PLAIN.fullmatch(sentence) or len(words[-1]) < 4:
+        return False
+    return PRONOUNS.isdisjoint(words) and not any(r in sentence.casefold() for r in REFERENCES)
+
+
+def article_names(article: str) -> set[str]:
+    """Possible names of the entity: the first line, and the words before its verb or comma."""
+    line = article.split("\n", 1)[0]
+    end = END_OF_NAME.search(line)
+    head = line[: end.start() if end else None].strip()
+    name = TITLES.sub("", head, count=1)
+    # "Adam Smith, FRSE" is a name, but "Australia, New Zealand and" starts a list.
+    is_list = end is not None and end["comma"] and " " not in name
+    names = {line.strip()} if is_list else {line.strip(), head, name}
+    return {name for name in names if 0 < len(name) <= MAX_NAME}
+
+
+def articles_by_entity(articles: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Name → the articles about that entity."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for article in articles:
+        for name in article_names(article):
+            by_name[name].append(article)
+    return by_name
 
 
 def build_references(
@@ -317,3 +361,39 @@ def build_references(
         if mentioning:
             references[name][target] = mentioning[:REFERENCE_TEXTS]
     return dict(references)
+
+
+# ---- composition (Table 2)
+
+ITEMS: dict[str, Callable[[Case], Iterable[object]]] = {
+    "subjects": lambda case: [case.fact.subject],
+    "objects": lambda case: [case.fact.target],
+    "counterfactual statements": lambda case: [case.fact.text],
+    "paraphrase prompts": lambda case: case.paraphrases,
+    "neighbourhood prompts": lambda case: case.neighbours,
+    "generation prompts": lambda case: case.generations,
+}
+"""Kind of item → the items of a case. As in the paper's numbers, objects are the new ones and
+statements are the prompts with their subject."""
+
+
+@dataclass(frozen=True)
+class CompositionRow:
+    """Number of distinct items of a kind, and its means over relations and records."""
+
+    name: str
+    total: int
+    per_relation: float
+    per_record: float
+
+
+def composition(cases: Sequence[Case]) -> tuple[CompositionRow, ...]:
+    """The rows of Table 2."""
+    relations = {case.fact.relation for case in cases}
+    n, n_relations = max(len(cases), 1), max(len(relations), 1)  # an empty data set has means of 0
+    rows = [CompositionRow("records", len(cases), len(cases) / n_relations, len(cases) / n)]
+    for name, items in ITEMS.items():
+        distinct = [(case.fact.relation, item) for case in cases for item in set(items(case))]
+        total, in_relations = len({item for _, item in distinct}), len(set(distinct))
+        rows.append(CompositionRow(name, total, in_relations / n_relations, len(distinct) / n))
+    return tuple(rows)

@@ -10,25 +10,24 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from factscope.errors import BadSetting, DownloadFailed
-from factscope.extras.counterfact_builder.build import SubjectsWithObject
+from factscope.extras.counterfact_builder import SubjectsWithObject
 from factscope.io import write_atomic
 
 ENDPOINT = "https://query.wikidata.org/sparql"
-USER_AGENT = "factscope/0.1 (data sets of counterfactuals; Python urllib)"
-TIMEOUT = 60
-"""Seconds without data after which a request fails."""
+HEADERS = {
+    "User-Agent": "factscope/0.1 (data sets of counterfactuals; Python urllib)",
+    "Accept": "application/sparql-results+json",
+}
+TIMEOUT = 60  # seconds without data after which a request fails
 TRIES = 3
-RETRY = (429, 500, 502, 503, 504)
-"""HTTP status codes after which the request is repeated."""
-LIMIT = 200
-"""Number of subjects to request; ten of them are drawn."""
+RETRY = (429, 500, 502, 503, 504)  # HTTP status codes after which the request is repeated
+LIMIT = 200  # number of subjects to request; ten of them are drawn
 
 
-def sparql_query(relation: str, target: str, limit: int = LIMIT) -> str:
+def sparql_query(relation: str, target: str) -> str:
     """SPARQL for the subjects that have the object, which is found by its English label."""
     if not re.fullmatch(r"P[1-9]\d*", relation):
         raise BadSetting(f"{relation!r} is not a property of Wikidata, such as P19")
@@ -39,15 +38,13 @@ def sparql_query(relation: str, target: str, limit: int = LIMIT) -> str:
         f"?object rdfs:label {label}@en . "
         f"?subject wdt:{relation} ?object . "
         '?subject rdfs:label ?name . FILTER(LANG(?name) = "en") '
-        f"}} LIMIT {limit}"
+        f"}} LIMIT {LIMIT}"
     )
 
 
 def http_get(url: str) -> bytes:
     """The response to a request; repeats it if the service is busy."""
-    request = urllib.request.Request(
-        url, headers={"User-Agent": USER_AGENT, "Accept": "application/sparql-results+json"}
-    )
+    request = urllib.request.Request(url, headers=HEADERS)
     for tries_left in reversed(range(TRIES)):
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
@@ -68,27 +65,15 @@ def http_get(url: str) -> bytes:
     raise AssertionError("the last try returns or raises")
 
 
-@dataclass(frozen=True)
-class Wikidata:
-    """Queries Wikidata and caches each response in the folder."""
-
-    folder: Path
-    get: Callable[[str], bytes] = http_get
-    """Returns the response to a URL."""
-
-    def subjects(self, relation: str, target: str) -> SubjectsWithObject:
-        """The subjects that have the object, by English name."""
-        query = sparql_query(relation, target)
-        path = self.folder / f"{hashlib.sha256(query.encode()).hexdigest()[:32]}.json"
-        if path.is_file():
-            return _parse(path.read_bytes())
-        response = self.get(f"{ENDPOINT}?{urllib.parse.urlencode({'query': query})}")
-        subjects = _parse(response)
-        write_atomic(path, response)
-        return subjects
-
-
-def _parse(response: bytes) -> SubjectsWithObject:
+def subjects_in_wikidata(
+    relation: str, target: str, folder: Path, get: Callable[[str], bytes] = http_get
+) -> SubjectsWithObject:
+    """The subjects that have the object, by English name; responses are cached in the folder."""
+    query = sparql_query(relation, target)
+    path = folder / f"{hashlib.sha256(query.encode()).hexdigest()[:32]}.json"
+    cached = path.is_file()
+    url = f"{ENDPOINT}?{urllib.parse.urlencode({'query': query})}"
+    response = path.read_bytes() if cached else get(url)
     try:
         rows = json.loads(response)["results"]["bindings"]
         names = {row["name"]["value"] for row in rows}
@@ -96,6 +81,8 @@ def _parse(response: bytes) -> SubjectsWithObject:
     except (ValueError, KeyError, TypeError) as error:
         start = response[:60].decode(errors="replace")
         raise DownloadFailed(f"Wikidata's answer cannot be read: {start!r}; try again") from error
+    if not cached:
+        write_atomic(path, response)
     # Several entities can share a label: take the one with the most subjects.
     most_frequent = max(sorted(ids), key=lambda i: ids[i], default=None)
     # Sorted, because the order of Wikidata's rows varies.

@@ -1,1 +1,0 @@
-"""Build a CounterFact-style data set from ParaRel, Wikipedia and Wikidata."""

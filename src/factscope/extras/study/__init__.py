@@ -1,1 +1,0 @@
-"""A blind comparison of generated texts by human raters."""
