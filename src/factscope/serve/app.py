@@ -11,7 +11,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from factscope.data.readers import everyday_facts
@@ -20,7 +19,6 @@ from factscope.editing.settings import editor
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.html import asset
 from factscope.report.labels import KIND_STYLES, editor_name
-from factscope.serve.responses import error_to_dict, error_to_status, media_type, valid_unicode
 from factscope.serve.routes_edit import edit_routes
 from factscope.serve.routes_runs import run_routes
 from factscope.serve.routes_trace import trace_routes
@@ -31,7 +29,7 @@ from factscope.serve.schemas import (
     default_tracing,
     describe_settings,
 )
-from factscope.serve.security import SecurityMiddleware
+from factscope.serve.security import SecurityMiddleware, error_response, media_type
 from factscope.serve.sessions import ServerState
 from factscope.stats.second_moment import layers_with_second_moments
 
@@ -169,34 +167,26 @@ def examples() -> list[dict[str, str]]:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error as JSON: {"error": {"kind": …, "message": …}}."""
-
     @app.exception_handler(FactscopeError)
-    async def factscope_error(request: Request, error: FactscopeError) -> JSONResponse:
+    async def factscope_error(request: Request, error: FactscopeError) -> Response:
         headers = {"retry-after": "30"} if isinstance(error, ServerBusy) else None
-        return JSONResponse({"error": error_to_dict(error)}, error_to_status(error), headers)
+        return error_response(error, headers=headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await factscope_error(request, BadSetting(validation_message(error)))
+    async def invalid_request(request: Request, error: RequestValidationError) -> Response:
+        problems = []
+        for problem in error.errors()[:3]:
+            path = [str(part)[:40] for part in problem["loc"][1:] if part != "[key]"]
+            problems.append(f"{'.'.join(path) or 'the request'}: {problem['msg']}")
+        return error_response(BadSetting("; ".join(problems)))
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        kind = NotFound if error.status_code == 404 else BadSetting
         message = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        kind = "NotFound" if error.status_code == 404 else "BadSetting"
-        body = {"error": {"kind": kind, "message": valid_unicode(message)}}
-        return JSONResponse(body, error.status_code, error.headers)
+        return error_response(kind(message), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected_error(request: Request, error: Exception) -> JSONResponse:
+    async def unexpected_error(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return JSONResponse({"error": error_to_dict(error)}, 500)
-
-
-def validation_message(error: RequestValidationError) -> str:
-    """The first few problems of a request: "settings.window: Input should be …"."""
-    problems = []
-    for problem in error.errors()[:3]:
-        path = [str(part)[:40] for part in problem["loc"][1:] if part != "[key]"]
-        problems.append(f"{'.'.join(path) or 'the request'}: {problem['msg']}")
-    return "; ".join(problems)
+        return error_response(error)

@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from starlette.responses import StreamingResponse
 
 from factscope.errors import FactscopeError, ServerBusy
-from factscope.serve.responses import error_to_dict
+from factscope.serve.limits import ServerLimits
+from factscope.serve.security import error_to_dict
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +38,10 @@ class Job:
     def __init__(self, session: str, work: "Callable[[Job], None]") -> None:
         self.session = session
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self.cancelled = False  # if set, the job stops at its next check
         self._work = work
         self._loop = asyncio.get_running_loop()
-        self._cancelled = threading.Event()
         self._fraction, self._reported_at = 0.0, 0.0
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the job was cancelled."""
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Make the job stop at its next check."""
-        self._cancelled.set()
 
     def check(self) -> None:
         """Raise if the job was cancelled."""
@@ -86,15 +78,10 @@ class JobQueue:
     """Jobs in order of arrival, and the worker thread. The running job is the first one."""
 
     def __init__(
-        self,
-        *,
-        max_jobs: int,
-        max_jobs_per_session: int,
-        context: Callable[[Job], AbstractContextManager[Any]] = lambda job: nullcontext(),
+        self, limits: ServerLimits, context: Callable[[Job], AbstractContextManager[Any]]
     ) -> None:
         """Each job runs inside `context(job)`."""
-        self.max_jobs, self.max_jobs_per_session = max_jobs, max_jobs_per_session
-        self._context = context
+        self._limits, self._context = limits, context
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._open = True
@@ -107,10 +94,10 @@ class JobQueue:
     def submit(self, session: str, work: Callable[[Job], None]) -> Job:
         """Append a job; ServerBusy if the queue is full."""
         with self._changed:
-            if len(self._jobs) >= self.max_jobs:
+            if len(self._jobs) >= self._limits.max_jobs:
                 raise ServerBusy(f"{len(self._jobs)} jobs are waiting; try again in a minute")
             active = sum(job.session == session and not job.cancelled for job in self._jobs)
-            if active >= self.max_jobs_per_session:
+            if active >= self._limits.max_jobs_per_session:
                 raise ServerBusy(f"{active} of your jobs are waiting; let one finish, or cancel it")
             job = Job(session, work)
             self._jobs.append(job)
@@ -120,7 +107,7 @@ class JobQueue:
 
     def cancel(self, job: Job) -> None:
         """Remove a waiting job, or make the running job stop."""
-        job.cancel()
+        job.cancelled = True
         with self._changed:
             if job in self._jobs and job is not self._jobs[0]:
                 self._jobs.remove(job)
@@ -132,25 +119,23 @@ class JobQueue:
         with self._changed:
             self._open = False
             for job in self._jobs:
-                job.cancel()
+                job.cancelled = True
             self._changed.notify()
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        while job := self._next():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or not self._open)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
             with self._context(job):
                 job.run()
             with self._changed:
                 self._jobs.popleft()
                 self._send_positions()
             job.send(None)  # last: a client that sees its stream end can submit its next job
-
-    def _next(self) -> Job | None:
-        """Wait for a job; None after `close`."""
-        with self._changed:
-            while self._open and not self._jobs:
-                self._changed.wait()
-            return self._jobs[0] if self._jobs else None
 
     def _send_positions(self) -> None:
         for position, job in enumerate(self._jobs):

@@ -5,13 +5,13 @@ session's selected edits on their rows of the batch (`editing.per_row`), so that
 affect each other.
 """
 
-import io
 import math
 import tempfile
 import zipfile
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,17 @@ from factscope.editing.per_row import edited
 from factscope.errors import NotFound
 from factscope.evaluation.before_after import before_after, max_new_tokens
 from factscope.evaluation.score import Query, score_queries
-from factscope.facts import Case, Fact
+from factscope.facts import Fact
 from factscope.lm.generate import generate_greedy, top_next_tokens
 from factscope.lm.tokens import encode
-from factscope.records import PromptChange
+from factscope.records import Prediction
 from factscope.report.edits import edit_page
 from factscope.report.figures.edits import before_after_figure
 from factscope.report.labels import check_rows, display_token, weight_label
 from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.serve.jobs import Job
-from factscope.serve.responses import attachment
 from factscope.serve.schemas import EditBody, PredictBody
+from factscope.serve.security import attachment
 from factscope.serve.sessions import ServerState, StoredEdit
 
 TOP_TOKENS = 5
@@ -52,34 +52,32 @@ FILES = ["edit.safetensors", "adapter.zip", "record.json", "page.html",
 def edit_routes(state: ServerState) -> APIRouter:
     """Routes of edits and predictions."""
     routes = APIRouter(prefix="/api", tags=["edit"])
-    limits, sessions = state.limits, state.sessions
+    lm, limits, sessions = state.lm, state.limits, state.sessions
 
     @lru_cache(maxsize=CACHED_EDITORS)
     def resolved(editor: Editor) -> Editor:
         """The editor with its prefixes and second moments loaded."""
-        return editor.resolve(state.lm)
+        return editor.resolve(lm)
+
+    def check_lengths(texts: Sequence[str]) -> None:
+        for text in texts:
+            limits.check_tokens(len(encode(lm, text)))
 
     @routes.post("/edits", response_class=Response)
     async def create_edit(body: EditBody, request: Request) -> Response:
         """Edit a fact. Streams events, one JSON object per line; the last has the edit."""
         case, editor, session = body.case(limits), body.editor(), request.state.session
         if body.layer is not None:
-            check_layer(state.lm, body.layer)
+            check_layer(lm, body.layer)
         sessions.check_capacity(session)
 
         def work(job: Job) -> None:
-            check_lengths(state, [case.fact.text, *case.paraphrases, *case.neighbours])
+            check_lengths([case.fact.text, *case.paraphrases, *case.neighbours])
             edit = resolved(editor)(
-                state.lm, [case.fact], progress=lambda x: job.progress(EDIT_FRACTION * x)
+                lm, [case.fact], progress=lambda x: job.progress(EDIT_FRACTION * x)
             )
-            evaluated = Case(
-                fact=case.fact,
-                paraphrases=case.paraphrases,
-                neighbours=case.neighbours or neighbours_for(case.fact),
-            )
-            record = before_after(
-                state.lm, edit, evaluated, generation_tokens=limits.max_new_tokens
-            )
+            evaluated = replace(case, neighbours=case.neighbours or neighbours_for(case.fact))
+            record = before_after(lm, edit, evaluated, generation_tokens=limits.max_new_tokens)
             stored = sessions.store(session, edit, record, body.model_dump())
             job.send({"event": "edit", "edit": edit_to_dict(stored)})
 
@@ -100,10 +98,8 @@ def edit_routes(state: ServerState) -> APIRouter:
     def download_edit(ids: str, file: str, request: Request) -> Response:
         """An edit as a file; the sum of several edits (ids 1,3) as an edit file or adapter."""
         selected = sessions.select(request.state.session, ids.split(","))
-        combined = sessions.combined(request.state.session, ids.split(","))
-        assert combined is not None
         with state.report_lock:
-            content = file_content(state, selected, combined, file)
+            content = file_content(state, selected, file)
         return attachment(content, f"edit-{'-'.join(e.id for e in selected)}-{file}")
 
     @routes.post("/predict", response_class=Response)
@@ -114,10 +110,12 @@ def edit_routes(state: ServerState) -> APIRouter:
         """
         texts = limits.check_prompts("prompts", body.prompts)
         new_tokens, session = body.new_tokens(limits), request.state.session
-        stored, edit = sessions.edits(session), sessions.combined(session, body.edits)
+        stored = sessions.edits(session)
+        selected = [one.edit for one in sessions.select(session, body.edits)]
+        edit = reduce(add, selected) if selected else None
 
         def work(job: Job) -> None:
-            check_lengths(state, texts)
+            check_lengths(texts)
             job.send({"event": "facts", "facts": fact_probabilities(state, stored, edit)})
             for text in texts:
                 job.send({"event": "prediction", **prediction(state, text, edit, new_tokens)})
@@ -127,12 +125,6 @@ def edit_routes(state: ServerState) -> APIRouter:
         return state.stream(request, work)
 
     return routes
-
-
-def check_lengths(state: ServerState, texts: Sequence[str]) -> None:
-    """Raise if a prompt has too many tokens."""
-    for text in texts:
-        state.limits.check_tokens(len(encode(state.lm, text)))
 
 
 def neighbours_for(fact: Fact, count: int = 6) -> tuple[str, ...]:
@@ -178,7 +170,7 @@ def prediction(state: ServerState, text: str, edit: Edit | None, tokens: int) ->
     tokens = max_new_tokens(lm, [text], tokens)
     result: dict[str, Any] = {"text": text}
     for name, applied in (("before", None), ("after", edit)):
-        with nullcontext() if applied is None else edited(lm, [applied]):
+        with edited(lm, [applied]):
             top = top_next_tokens(lm, text, TOP_TOKENS)
             continuation = generate_greedy(lm, [text], tokens)[0]
         result[name] = {
@@ -193,6 +185,10 @@ def prediction(state: ServerState, text: str, edit: Edit | None, tokens: int) ->
 
 def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
     """An edit as JSON."""
+
+    def prediction_to_dict(prediction: Prediction) -> dict[str, Any]:
+        return {**vars(prediction), "top": display_token(prediction.top)}
+
     record = stored.record
     return {
         "id": stored.id,
@@ -203,33 +199,36 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "old": record.true,
         "method": record.method,
         "changed_weights": [weight_label(weight) for weight in record.changed_weights],
-        "prompts": [_prompt_to_dict(prompt) for prompt in record.prompts],
+        "prompts": [
+            {
+                **vars(prompt),
+                "before": prediction_to_dict(prompt.before),
+                "after": prediction_to_dict(prompt.after),
+            }
+            for prompt in record.prompts
+        ],
         "generations": [dict(vars(generation)) for generation in record.generations],
         "checks": [vars(row) for row in check_rows(record.checks)] if record.checks else [],
         "complaints": list(record.checks.get("complaints", [])),
     }
 
 
-def _prompt_to_dict(prompt: PromptChange) -> dict[str, Any]:
-    sides = {
-        name: {**vars(side), "top": display_token(side.top)}
-        for name, side in (("before", prompt.before), ("after", prompt.after))
-    }
-    return {**vars(prompt), **sides}
-
-
-def file_content(
-    state: ServerState, selected: Sequence[StoredEdit], combined: Edit, file: str
-) -> bytes:
+def file_content(state: ServerState, selected: Sequence[StoredEdit], file: str) -> bytes:
     """Edits as one of `FILES`."""
     if file not in FILES:
         raise NotFound(f"an edit has no file {file[:40]!r}; choose from {', '.join(FILES)}")
-    if file == "edit.safetensors":
+    if file in ("edit.safetensors", "adapter.zip"):
+        combined = reduce(add, [stored.edit for stored in selected])
         with tempfile.TemporaryDirectory() as folder:
-            combined.save(Path(folder) / file)
-            return (Path(folder) / file).read_bytes()
-    if file == "adapter.zip":
-        return _zipped_adapter(combined, state)
+            path, adapter = Path(folder) / file, Path(folder) / "adapter"
+            if file == "edit.safetensors":
+                combined.save(path)
+            else:
+                export_peft(combined, state.lm, adapter)
+                with zipfile.ZipFile(path, "w") as archive:
+                    for part in sorted(adapter.iterdir()):
+                        archive.write(part, f"adapter/{part.name}")
+            return path.read_bytes()
     if len(selected) > 1:
         raise NotFound(
             f"{file} exists for single edits only; for several, get edit.safetensors or adapter.zip"
@@ -240,13 +239,3 @@ def file_content(
     if file == "page.html":
         return edit_page(record).encode(errors="replace")
     return figure_bytes(before_after_figure(record), file.partition(".")[2])
-
-
-def _zipped_adapter(edit: Edit, state: ServerState) -> bytes:
-    buffer = io.BytesIO()
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(buffer, "w") as archive:
-        export_peft(edit, state.lm, Path(folder) / "adapter")
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                archive.write(path, path.relative_to(folder).as_posix())
-    return buffer.getvalue()

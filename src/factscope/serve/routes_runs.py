@@ -4,13 +4,13 @@ The run name in a request is looked up in the list of runs; it never becomes a p
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from matplotlib.figure import Figure
 
 from factscope.analysis.effects import average_kinds
 from factscope.analysis.metrics import Summary, merge_runs, summarize
@@ -55,22 +55,6 @@ Stamp = tuple[str, int, int]
 """A run's name, and the modification time and size of its records: changes with the records."""
 
 
-@dataclass(frozen=True)
-class RunEntry:
-    """A run in the folder."""
-
-    name: str
-    folder: RunFolder
-
-    @property
-    def stamp(self) -> Stamp:
-        """The cache key of its records."""
-        file = self.folder.records_path
-        if not file.is_file():
-            return self.name, 0, 0
-        return self.name, file.stat().st_mtime_ns, file.stat().st_size
-
-
 class RunLibrary:
     """The runs in a folder. Records and summaries are cached until the records change."""
 
@@ -79,22 +63,21 @@ class RunLibrary:
         self._records = lru_cache(CACHE_SIZE)(self._read)
         self._summaries = lru_cache(CACHE_SIZE)(self._summarize)
 
-    def all(self) -> dict[str, RunEntry]:
+    def all(self) -> dict[str, RunFolder]:
         """All runs by name, which is the path within the folder."""
         if self._folder is None:
             return {}
         root = self._folder.resolve()
-        runs: dict[str, RunEntry] = {}
+        runs: dict[str, RunFolder] = {}
         for depth in range(1, MAX_DEPTH + 1):
             for spec in sorted(root.glob("*/" * depth + "spec.toml")):
                 path = spec.parent
                 inside = path.resolve().is_relative_to(root)  # a symbolic link may lead outside
                 if inside and path.parent.name != "points" and len(runs) < MAX_RUNS:
-                    name = path.relative_to(root).as_posix()
-                    runs[name] = RunEntry(name, RunFolder(path))
+                    runs[path.relative_to(root).as_posix()] = RunFolder(path)
         return runs
 
-    def find(self, names: Sequence[str], *commands: str) -> list[RunEntry]:
+    def find(self, names: Sequence[str], *commands: str) -> dict[str, RunFolder]:
         """The runs with these names; an error if one is not a run of these commands."""
         runs = self.all()
         if missing := [name for name in names if name not in runs]:
@@ -102,48 +85,54 @@ class RunLibrary:
             raise NotFound(f"there is no run {missing[0][:80]!r}; the runs are: {known}")
         if not 0 < len(names) <= MAX_COMPARED:
             raise BadSetting(f"{len(names)} runs are given; give 1 to {MAX_COMPARED}")
-        selected = [runs[name] for name in dict.fromkeys(names)]
-        for run in selected:
-            if run.folder.command not in commands:
+        selected = {name: runs[name] for name in names}
+        for name, run in selected.items():
+            if run.command not in commands:
                 raise BadSetting(
-                    f"{run.name!r} is a run of {run.folder.command}; choose a run of "
-                    f"{' or '.join(commands)}"
+                    f"{name!r} is a run of {run.command}; choose a run of {' or '.join(commands)}"
                 )
         return selected
 
     def cases(self, names: Sequence[str]) -> list[CaseRecord]:
         """The cases of several evaluations."""
         runs = self.find(names, "evaluate")
-        records = merge_runs({run.name: self._records(run.stamp, "evaluate") for run in runs})
+        records = merge_runs({name: self._records(stamp(name, runs[name])) for name in runs})
         if not records:
-            raise BadRecord(f"the run {runs[0].name!r} has no records yet; try again later")
+            raise BadRecord(f"the run {names[0]!r} has no records yet; try again later")
         return records
 
     def summaries(self, names: Sequence[str]) -> list[Summary]:
         """The metrics of several evaluations; thousands of generated texts take seconds."""
-        stamps = tuple(run.stamp for run in self.find(names, "evaluate"))
-        return self._summaries(stamps)
+        runs = self.find(names, "evaluate")
+        return self._summaries(tuple(stamp(name, run) for name, run in runs.items()))
 
     def traces(self, name: str) -> list[TraceRecord]:
         """The traces of one run."""
-        [run] = self.find([name], "trace")
-        records = self._records(run.stamp, "trace")
+        records = self._records(stamp(name, self.find([name], "trace")[name]))
         if not any(record.known for record in records):
             raise BadRecord(f"the run {name!r} has no traces of known facts; choose another")
         return records
 
-    def _read(self, stamp: Stamp, command: str) -> list[Any]:
+    def _read(self, stamp: Stamp) -> list[Any]:
         name, _, size = stamp
         if size > MAX_BYTES:
             raise BadRecord(
                 f"the records of {name!r} have {size:,} bytes, too many for the page; use "
                 "`factscope report`"
             )
-        folder = self.all()[name].folder
-        return folder.case_records() if command == "evaluate" else folder.trace_records()
+        run = self.all()[name]
+        return run.case_records() if run.command == "evaluate" else run.trace_records()
 
     def _summarize(self, stamps: tuple[Stamp, ...]) -> list[Summary]:
         return summarize(self.cases([name for name, _, _ in stamps]))
+
+
+def stamp(name: str, run: RunFolder) -> Stamp:
+    """The cache key of a run's records."""
+    if not run.records_path.is_file():
+        return name, 0, 0
+    status = run.records_path.stat()
+    return name, status.st_mtime_ns, status.st_size
 
 
 def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
@@ -154,19 +143,24 @@ def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
     @routes.get("/runs")
     def list_runs() -> dict[str, Any]:
         """The runs in the folder."""
-        return {"runs": [run_to_dict(run) for run in runs.all().values()]}
+        return {"runs": [run_to_dict(name, folder) for name, folder in runs.all().items()]}
 
     @routes.get("/tables")
     def tables(run: RunNames) -> dict[str, Any]:
         """The tables of one run or of several evaluations, and the names of their figures."""
         with lock:
-            return tables_and_figures(runs, run)
+            command, tables, figures = tables_and_figures(runs, run)
+        rows = [table_to_dict(table) for table in tables]
+        return {"command": command, "tables": rows, "figures": list(figures)}
 
     @routes.get("/figures/{name}", response_class=Response)
     def figure(name: str, run: RunNames) -> Response:
         """A figure of the runs as SVG."""
         with lock:
-            content = draw_figure(runs, run, name)
+            _, _, figures = tables_and_figures(runs, run)
+            if name not in figures:
+                raise NotFound(f"these runs have no figure {name[:40]!r}")
+            content = figure_bytes(figures[name](), "svg")
         return Response(content, media_type="image/svg+xml", headers={"cache-control": "no-store"})
 
     @routes.get("/cases")
@@ -209,54 +203,41 @@ def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
     return routes
 
 
-def run_to_dict(run: RunEntry) -> dict[str, Any]:
+def run_to_dict(name: str, run: RunFolder) -> dict[str, Any]:
     """A run in the list; a run that cannot be read has an error."""
     try:
-        spec = run.folder.spec()
+        spec = run.spec()
     except (FactscopeError, OSError) as error:
-        return {"name": run.name, "error": printable(str(error))}
-    settings = {name: spec.get(name) for name in ("model", "method", "data", "protocol", "limit")}
-    return {"name": run.name, "command": run.folder.command, **settings, "bytes": run.stamp[2]}
+        return {"name": name, "error": printable(str(error))}
+    settings = {key: spec.get(key) for key in ("model", "method", "data", "protocol", "limit")}
+    return {"name": name, "command": run.command, **settings, "bytes": stamp(name, run)[2]}
 
 
-def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
-    """The tables of runs, and the names of their figures."""
-    command = runs.find(names, "trace", "evaluate", "sweep")[0].folder.command
-    if command != "evaluate" and len(names) > 1:
-        raise BadSetting(f"only evaluations can be compared; choose one run of {command}")
-    if command == "evaluate":
+def tables_and_figures(
+    runs: RunLibrary, names: Sequence[str]
+) -> tuple[str, list[Table], dict[str, Callable[[], Figure]]]:
+    """The command of the runs, their tables, and functions that draw their figures."""
+    run = runs.find(names, "trace", "evaluate", "sweep")[names[0]]
+    if run.command == "evaluate":
         rows = runs.summaries(names)
-        tables = evaluation_tables(rows)
-        scores = [f"scores-{i}" for i in range(len(by_model_and_data(rows)))]
-        figures = [*scores, "distributions"]
-    elif command == "sweep":
-        tables = [sweep_table(read_sweep(runs.find(names, "sweep")[0].folder.path))]
-        figures = ["sweep"]
-    else:
-        averages = average_kinds(runs.traces(names[0]))
-        tables = [summary_table(averages), effects_table(averages)]
-        figures = ["heatmaps", "lines"]
-    return {"command": command, "tables": [table_to_dict(t) for t in tables], "figures": figures}
-
-
-def draw_figure(runs: RunLibrary, names: Sequence[str], name: str) -> bytes:
-    """A figure of `tables_and_figures` as SVG."""
-    figure = None
-    kind, _, number = name.partition("-")
-    if kind == "scores" and number.isdecimal() and len(number) < 4:
-        groups = by_model_and_data(runs.summaries(names))
-        if int(number) < len(groups):
-            figure = scores_figure(groups[int(number)])
-    elif name == "distributions":
-        figure = distributions_figure(runs.cases(names))
-    elif name == "sweep":
-        figure = sweep_figure(read_sweep(runs.find(names, "sweep")[0].folder.path))
-    elif name in ("heatmaps", "lines") and len(names) == 1:
-        averages = average_kinds(runs.traces(names[0]))
-        figure = (average_heatmaps if name == "heatmaps" else average_lines)(averages)
-    if figure is None:
-        raise NotFound(f"these runs have no figure {name[:40]!r}")
-    return figure_bytes(figure, "svg")
+        figures: dict[str, Callable[[], Figure]] = {
+            f"scores-{i}": partial(scores_figure, group)
+            for i, group in enumerate(by_model_and_data(rows))
+        }
+        figures["distributions"] = lambda: distributions_figure(runs.cases(names))
+        return run.command, evaluation_tables(rows), figures
+    if len(names) > 1:
+        raise BadSetting(f"only evaluations can be compared; choose one run of {run.command}")
+    if run.command == "sweep":
+        sweep = read_sweep(run.path)
+        return run.command, [sweep_table(sweep)], {"sweep": partial(sweep_figure, sweep)}
+    averages = average_kinds(runs.traces(names[0]))
+    drawings = {"heatmaps": average_heatmaps, "lines": average_lines}
+    return (
+        run.command,
+        [summary_table(averages), effects_table(averages)],
+        {name: partial(draw, averages) for name, draw in drawings.items()},
+    )
 
 
 def table_to_dict(table: Table) -> dict[str, Any]:

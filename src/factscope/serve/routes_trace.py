@@ -14,8 +14,8 @@ from factscope.report.labels import display_token, token_labels
 from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.report.traces import trace_page
 from factscope.serve.jobs import Job
-from factscope.serve.responses import attachment
 from factscope.serve.schemas import TraceBody
+from factscope.serve.security import attachment
 from factscope.serve.sessions import TABLE_FIELDS, ServerState
 from factscope.tracing.stream import CellUpdate, stream_trace
 
@@ -59,7 +59,9 @@ def trace_routes(state: ServerState) -> APIRouter:
     @routes.get("/traces/{name}/{file}", response_class=Response)
     def download_trace(name: str, file: str) -> Response:
         """A trace as a figure, a page or a record."""
-        record = state.traces.find(name)
+        record = state.traces.get(name)
+        if record is None:
+            raise NotFound(f"the trace {name[:40]!r} is no longer stored; trace the fact again")
         with state.report_lock:
             return attachment(file_content(record, file), f"trace-{name[:8]}-{file}")
 

@@ -1,4 +1,4 @@
-"""Middleware for every request: host and origin checks, body limit, session cookie, headers.
+"""What every request and response goes through: checks, session cookie, headers, errors as JSON.
 
 Other websites must not reach a server on the user's own machine through the user's browser.
 Against DNS rebinding, the Host header must be an IP address or an allowed name; against
@@ -10,14 +10,22 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Collection, Mapping
+from mimetypes import MimeTypes
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
-from factscope.errors import FactscopeError, ForbiddenOrigin, LimitExceeded
-from factscope.serve.responses import error_to_dict, error_to_status
+from factscope.errors import (
+    FactscopeError,
+    ForbiddenOrigin,
+    LimitExceeded,
+    NotFound,
+    OutOfMemory,
+    ServerBusy,
+)
+from factscope.lm.memory import is_out_of_memory
 
 COOKIE = "factscope"
 """Name of the session cookie; its value is a random id."""
@@ -40,6 +48,8 @@ MAX_DISCARDED_BYTES = 2**20
 """A body that is too large is read and discarded up to this size: a client whose connection is
 closed while it sends does not see the error message."""
 SAFE_METHODS = ("GET", "HEAD")
+MIME_TYPES = MimeTypes(filenames=())  # independent of the machine's table of types
+STATUSES = {NotFound: 404, ForbiddenOrigin: 403, ServerBusy: 503, FactscopeError: 422}
 
 
 class SecurityMiddleware:
@@ -60,9 +70,8 @@ class SecurityMiddleware:
             check_origin(scope["method"], path, headers)
             body = await self._read_body(scope["method"], receive)
         except FactscopeError as error:
-            status = 413 if isinstance(error, LimitExceeded) else error_to_status(error)
-            content = {"error": error_to_dict(error)}
-            response = JSONResponse(content, status, {"connection": "close", **HEADERS})
+            status = 413 if isinstance(error, LimitExceeded) else None
+            response = error_response(error, status, {"connection": "close", **HEADERS})
             await response(scope, receive, send)
             return
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
@@ -136,3 +145,39 @@ def check_origin(method: str, path: str, headers: Mapping[str, str]) -> None:
         raise ForbiddenOrigin(
             "the request comes from a page of another site; open this server's own page"
         )
+
+
+def error_to_dict(error: Exception) -> dict[str, str]:
+    """The kind and message of an error. Only messages of our own errors reach the client."""
+    if isinstance(error, FactscopeError):
+        # A lone surrogate of the request cannot be encoded.
+        message = str(error).encode(errors="replace").decode()
+        return {"kind": type(error).__name__, "message": message}
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        message = "the server is out of memory; try fewer samples, prompts or tokens"
+        return {"kind": OutOfMemory.__name__, "message": message}
+    return {"kind": "ServerError", "message": "internal error; see the server's log"}
+
+
+def error_response(
+    error: Exception, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error as JSON: {"error": {"kind": …, "message": …}}; the status follows from its kind."""
+    default = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
+    return JSONResponse({"error": error_to_dict(error)}, status or default, headers)
+
+
+def media_type(file: str) -> str:
+    """The MIME type of a file."""
+    kind = MIME_TYPES.guess_type(file)[0] or "application/octet-stream"
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
+
+
+def attachment(content: bytes, name: str) -> Response:
+    """A file that the browser saves under a name."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+    headers = {
+        "content-disposition": f'attachment; filename="{safe}"',
+        "cache-control": "no-store",
+    }
+    return Response(content, media_type=media_type(name), headers=headers)

@@ -9,9 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from operator import add
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +42,13 @@ class StoredEdit:
     """The request body; the same body gives the same edit again."""
 
 
-@dataclass
-class _Session:
-    edits: dict[str, StoredEdit] = field(default_factory=dict)
-    created: int = 0
-    """Edits so far, removed ones included: the last id."""
-
-
 class Sessions:
     """The edits of all sessions. The least recently used session is dropped first."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        # The id of an edit is its number in the list. A removed edit leaves None behind.
+        self._sessions: OrderedDict[str, list[StoredEdit | None]] = OrderedDict()
         self._lock = threading.Lock()
 
     def edits(self, session: str) -> list[StoredEdit]:
@@ -65,7 +57,7 @@ class Sessions:
             if session not in self._sessions:
                 return []
             self._sessions.move_to_end(session)
-            return list(self._sessions[session].edits.values())
+            return [stored for stored in self._sessions[session] if stored]
 
     def check_capacity(self, session: str) -> None:
         """Raise if the session cannot store another edit."""
@@ -81,11 +73,10 @@ class Sessions:
         """Store an edit under a new id."""
         self.check_capacity(session)
         with self._lock:
-            entry = self._sessions.setdefault(session, _Session())
+            edits = self._sessions.setdefault(session, [])
             self._sessions.move_to_end(session)
-            entry.created += 1
-            stored = StoredEdit(id=str(entry.created), edit=edit, record=record, request=request)
-            entry.edits[stored.id] = stored
+            stored = StoredEdit(id=str(len(edits) + 1), edit=edit, record=record, request=request)
+            edits.append(stored)
             while len(self._sessions) > self._limits.max_sessions:
                 self._sessions.popitem(last=False)
         return stored
@@ -95,7 +86,7 @@ class Sessions:
         self.select(session, [id])
         with self._lock:
             if session in self._sessions:
-                self._sessions[session].edits.pop(id, None)
+                self._sessions[session][int(id) - 1] = None
 
     def select(self, session: str, ids: Sequence[str]) -> list[StoredEdit]:
         """A session's edits with these ids; NotFound if one does not exist."""
@@ -104,11 +95,6 @@ class Sessions:
             known = ", ".join(by_id) or "none"
             raise NotFound(f"you have no edit {missing[0][:20]!r} (your edits: {known})")
         return [by_id[id] for id in dict.fromkeys(ids)]
-
-    def combined(self, session: str, ids: Sequence[str]) -> Edit | None:
-        """The sum of a session's edits with these ids; None without ids."""
-        edits = [stored.edit for stored in self.select(session, ids)]
-        return reduce(add, edits) if edits else None
 
 
 class Traces:
@@ -133,32 +119,21 @@ class Traces:
                 self._records.move_to_end(name)
             return self._records.get(name)
 
-    def find(self, name: str) -> TraceRecord:
-        """A trace; NotFound if it is not in the cache."""
-        record = self.get(name)
-        if record is None:
-            raise NotFound(f"the trace {name[:40]!r} is no longer stored; trace the fact again")
-        return record
-
     def store(self, name: str, record: TraceRecord) -> TraceRecord:
-        """Store a trace; its tables are merged with those that are stored under the same name."""
+        """Store a trace, merged with the tables that are stored under the same name."""
         with self._lock:
-            known = self._records.pop(name, None)
-            self._records[name] = record = record if known is None else _merge(known, record)
+            if old := self._records.pop(name, None):
+                tables = {f: {**getattr(old, f), **getattr(record, f)} for f in TABLE_FIELDS}
+                listed = {
+                    "kinds": tuple(tables["restored"]),
+                    "sever": tuple(tables["severed"]),
+                    "gradients": bool(tables["gradients"]),
+                }
+                record = replace(old, **tables, settings={**old.settings, **listed})
+            self._records[name] = record
             while len(self._records) > self._max_traces:
                 self._records.popitem(last=False)
         return record
-
-
-def _merge(old: TraceRecord, new: TraceRecord) -> TraceRecord:
-    """One record with the tables of two, and settings that list them."""
-    tables = {name: {**getattr(old, name), **getattr(new, name)} for name in TABLE_FIELDS}
-    listed = {
-        "kinds": tuple(tables["restored"]),
-        "sever": tuple(tables["severed"]),
-        "gradients": bool(tables["gradients"]),
-    }
-    return replace(old, **tables, settings={**old.settings, **listed})
 
 
 class ServerState:
@@ -175,14 +150,11 @@ class ServerState:
         # matplotlib is not thread-safe: held while figures are drawn or runs are read.
         self.report_lock = threading.Lock()
         self.trace_memory = CPU_TRACE_MEMORY if lm.device.type == "cpu" else None
+        # Every forward pass checks whether its job was cancelled.
         self.queue = JobQueue(
-            max_jobs=self.limits.max_jobs,
-            max_jobs_per_session=self.limits.max_jobs_per_session,
-            # Every forward pass checks whether its job was cancelled.
-            context=lambda job: hook_outputs((lm.embed, lambda output: job.check())),
+            self.limits, lambda job: hook_outputs((lm.embed, lambda output: job.check()))
         )
 
     def stream(self, request: Request, work: Callable[[Job], None]) -> EventStream:
         """Queue work; the response streams its events."""
-        job = self.queue.submit(request.state.session, work)
-        return EventStream(self.queue, job)
+        return EventStream(self.queue, self.queue.submit(request.state.session, work))
