@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from factscope.data.references import References, read_idf, read_references, read_snippets
+from factscope.data.references import References, read_idf, read_references
 from factscope.errors import BadFact
 
 SNIPPETS = [
@@ -32,18 +32,18 @@ def written(path: Path, value: Any) -> Path:
 def test_snippets_by_relation_and_id(tmp_path: Path) -> None:
     path = written(tmp_path / "attribute_snippets.json", SNIPPETS)
     found = read_references(path)
-    assert found == read_snippets(path)
     assert found.texts_for("P19", "Paris", "Q90") == ("Born in Paris.", "Also of Paris.")
     assert found.texts_for("P20", "Paris", "Q90") == ("Died in Paris.",)
     assert found.texts_for("P19", "Oslo", "Q585") == ()
     assert found.texts_for("P19", "Paris", None) == ()  # snippets have ids only
 
 
-def test_read_snippets_returns_only_the_requested_ones(tmp_path: Path) -> None:
+def test_gzipped_snippets(tmp_path: Path) -> None:
     path = tmp_path / "attribute_snippets.json.gz"
     path.write_bytes(gzip.compress(json.dumps(SNIPPETS).encode()))
-    found = read_snippets(path, {("P19", "Q84")})
-    assert dict(found.by_id) == {("P19", "Q84"): ("Born in London.",)}
+    found = read_references(path)
+    assert found.by_id["P19", "Q84"] == ("Born in London.",)
+    assert list(found.by_id) == [("P19", "Q90"), ("P19", "Q84"), ("P20", "Q90")]
 
 
 def test_references_by_object_name(tmp_path: Path) -> None:
@@ -58,6 +58,7 @@ def test_references_by_object_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("", "is not JSON"),
         ("nonsense", "is not JSON"),
         ("[ ", "is not JSON"),
         ("[{}]", "record 1 is not a snippet"),
@@ -75,17 +76,13 @@ def test_broken_references(tmp_path: Path, text: str, words: str) -> None:
         read_references(path)
 
 
-def test_snippets_that_are_not_a_list_or_truncated(tmp_path: Path) -> None:
+def test_truncated_snippets(tmp_path: Path) -> None:
     path = tmp_path / "attribute_snippets.json"
-    for text in ("{}", ""):
-        path.write_text(text)
-        with pytest.raises(BadFact, match="not a JSON list"):
-            read_snippets(path)
     whole = json.dumps(SNIPPETS)
     for end in (1, len(whole) // 2, len(whole) - 1):
         path.write_text(whole[:end])
         with pytest.raises(BadFact, match="not JSON"):
-            read_snippets(path)
+            read_references(path)
 
 
 # ---- TF-IDF tables

@@ -82,6 +82,14 @@ def read_text(path: Path) -> str:
         raise BadFact(f"cannot read {path}: {error}") from error
 
 
+def parse_json(text: str, prefix: str = "", hint: str = "") -> Any:
+    """Parse JSON; an error names the file and what it should contain."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadFact(f"{prefix}not JSON ({error}){hint}") from error
+
+
 def _read_records(
     path: Path, parse: Callable[[Any, int], T]
 ) -> tuple[tuple[T, ...], tuple[str, ...]]:
@@ -90,37 +98,19 @@ def _read_records(
     problems: list[str] = []
     text = read_text(path)
     is_list = text.lstrip().startswith("[")
-    for number, record in _json_list(text, path) if is_list else _json_lines(text):
+    hint = "; write a list of records, or one record per line"
+    records = parse_json(text, f"{path} is ", hint) if is_list else text.split("\n")
+    for number, record in enumerate(records, start=1):
+        if not is_list and not record.strip():
+            continue
         try:
-            if isinstance(record, ValueError):
-                raise BadFact(f"not JSON ({record})")
-            parsed.append(parse(record, number))
+            parsed.append(parse(record if is_list else parse_json(record), number))
         except BadFact as error:
-            unit = "record" if is_list else "line"
-            problems.append(f"{path.name}, {unit} {number}: {error}")
+            problems.append(f"{path.name}, {'record' if is_list else 'line'} {number}: {error}")
     if not parsed:
         shown = "; ".join(problems[:3]) or "it is empty"
         raise BadFact(f"{path} has no usable fact: {shown}")
     return tuple(parsed), tuple(problems)
-
-
-def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        yield from enumerate(json.loads(text), start=1)
-    except ValueError as error:
-        raise BadFact(
-            f"{path} is not JSON ({error}); write a list of records, or one record per line"
-        ) from error
-
-
-def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
-    """Each line's number and record; a ValueError in place of a record that is not JSON."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                yield number, error
 
 
 # ---- records
@@ -235,13 +225,8 @@ def pararel_facts(facts: Path, patterns: Path) -> Iterator[Fact]:
         if prompt is None:
             continue
         for number, (subject, target) in enumerate(pairs[relation]):
-            yield Fact(
-                subject=subject,
-                prompt=prompt,
-                target=target,
-                relation=relation,
-                id=f"{relation}-{number}",
-            )
+            id_ = f"{relation}-{number}"
+            yield Fact(subject=subject, prompt=prompt, target=target, relation=relation, id=id_)
 
 
 def pararel_prompt(pattern: str) -> str | None:
@@ -254,10 +239,7 @@ def pararel_prompt(pattern: str) -> str | None:
 
 def read_relation_table(path: Path) -> dict[str, list]:
     """A JSON object of lists by relation."""
-    try:
-        table = json.loads(read_text(path))
-    except ValueError as error:
-        raise BadFact(f"{path} is not JSON ({error}); expected a table by relation") from error
+    table = parse_json(read_text(path), f"{path} is ", "; expected a table by relation")
     if not isinstance(table, dict):
         raise BadFact(f"{path} is not a table by relation, as ParaRel's facts and patterns are")
     return table

@@ -8,14 +8,14 @@ by relation and object: `{"P19": {"Paris": ["A text.", "Another."]}}`.
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from factscope.data.readers import read_text
+from factscope.data.readers import parse_json, read_text
 from factscope.errors import BadFact
 
 Key = tuple[str, str]
@@ -49,12 +49,11 @@ def read_references(path: Path) -> References:
     """Read the paper's snippets or a user's own table."""
     text = read_text(path)
     if text.startswith("[", _skip_spaces(text, 0)):
-        return _parse_snippets(text, path, None)
+        return _parse_snippets(text, path)
     try:
-        table = _parse_json(text, path)
         texts = {
             (relation, target.strip()): _texts(values)
-            for relation, objects in table.items()
+            for relation, objects in parse_json(text, f"{path} is ").items()
             for target, values in objects.items()
         }
     except AttributeError as error:
@@ -64,18 +63,12 @@ def read_references(path: Path) -> References:
     return References(by_name=texts)
 
 
-def read_snippets(path: Path, wanted: Container[Key] | None = None) -> References:
-    """Read attribute_snippets.json, or only the wanted pairs of relation and Wikidata id."""
-    return _parse_snippets(read_text(path), path, wanted)
-
-
-def _parse_snippets(text: str, path: Path, wanted: Container[Key] | None) -> References:
+def _parse_snippets(text: str, path: Path) -> References:
     texts: dict[Key, list[str]] = defaultdict(list)
     for number, entry in enumerate(_json_elements(text, path), start=1):
         try:
             key = (entry["relation_id"], entry["target_id"])
-            if wanted is None or key in wanted:
-                texts[key] += _texts([sample["text"] for sample in entry["samples"]])
+            texts[key] += _texts([sample["text"] for sample in entry["samples"]])
         except (KeyError, TypeError) as error:
             raise BadFact(
                 f"{path}, record {number} is not a snippet ({error!r}); expected relation_id, "
@@ -87,10 +80,7 @@ def _parse_snippets(text: str, path: Path, wanted: Container[Key] | None) -> Ref
 def _json_elements(text: str, path: Path) -> Iterator[Any]:
     """The elements of a JSON list, parsed one at a time: the snippets are almost 1 GB."""
     decoder = json.JSONDecoder()
-    position = _skip_spaces(text, 0)
-    if not text.startswith("[", position):
-        raise BadFact(f"{path} is not a JSON list, as attribute_snippets.json is")
-    position = _skip_spaces(text, position + 1)
+    position = _skip_spaces(text, text.index("[") + 1)
     while not text.startswith("]", position):
         try:
             element, position = decoder.raw_decode(text, position)
@@ -105,13 +95,6 @@ def _skip_spaces(text: str, position: int) -> int:
     while position < len(text) and text[position].isspace():
         position += 1
     return position
-
-
-def _parse_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadFact(f"{path} is not JSON ({error})") from error
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -134,7 +117,7 @@ class IdfTable:
 
 def read_idf(idf: Path, vocabulary: Path) -> IdfTable:
     """Read the paper's idf.npy and tfidf_vocab.json, or files of the same format."""
-    values, indices = read_array(idf), _parse_json(read_text(vocabulary), vocabulary)
+    values, indices = read_array(idf), parse_json(read_text(vocabulary), f"{vocabulary} is ")
     if not isinstance(indices, dict) or set(indices.values()) != set(range(len(indices))):
         raise BadFact(f"{vocabulary} is not a table from words to indices 0, 1, 2, …")
     if values.shape != (len(indices),):

@@ -115,9 +115,18 @@ def find_data(
         return found.path
     data = DATA_SETS[str(name)]
     expected = sha256 or data.sha256
-    if data.url is None or expected is None:
-        raise _not_downloadable(str(name), data)
-    return fetch_url(data.url, expected.lower(), _cache_path(data), progress)
+    if data.url and expected:
+        return fetch_url(data.url, expected.lower(), _cache_path(data), progress)
+    file = data.files[0]
+    if data.url:
+        how = f"download {data.url} yourself"
+        hint = f", or give its hash: `factscope data get {name} --sha256 …`"
+    else:
+        how, hint = f"get {file} from EasyEdit's page (github.com/zjunlp/EasyEdit)", ""
+    raise DataNotFound(
+        f"{name} is not on this machine and cannot be downloaded, because its SHA-256 is not "
+        f"known; {how} and save it as {file} in the folder FACTSCOPE_DATA, or give its path{hint}"
+    )
 
 
 def find_local(name: str | Path) -> FoundData | None:
@@ -125,23 +134,20 @@ def find_local(name: str | Path) -> FoundData | None:
     if name == "everyday":
         return FoundData(EVERYDAY_CASES, "package")
     if isinstance(name, Path) or name not in DATA_SETS:
-        return _given_path(name)
+        path = Path(name).expanduser()
+        if path.is_file():
+            return FoundData(path, "given")
+        similar = difflib.get_close_matches(str(name), DATA_SETS, n=1)
+        guess = f"; did you mean {similar[0]!r}?" if similar else "."
+        raise DataNotFound(
+            f"no data set or file {str(name)!r}{guess} Give a path, or one of "
+            + ", ".join(DATA_SETS)
+        )
     data = DATA_SETS[name]
     for path in _in_user_folder(data):
         return FoundData(path, "FACTSCOPE_DATA")
-    return FoundData(_cache_path(data), "cache") if _cache_path(data).is_file() else None
-
-
-def _given_path(name: str | Path) -> FoundData:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return FoundData(path, "given")
-    similar = difflib.get_close_matches(str(name), DATA_SETS, n=1)
-    raise DataNotFound(
-        f"no data set or file {str(name)!r}"
-        + (f"; did you mean {similar[0]!r}?" if similar else ".")
-        + f" Give a path, or one of {', '.join(DATA_SETS)}"
-    )
+    cached = _cache_path(data)
+    return FoundData(cached, "cache") if cached.is_file() else None
 
 
 def _in_user_folder(data: DataSetInfo) -> Iterator[Path]:
@@ -160,19 +166,6 @@ def _in_user_folder(data: DataSetInfo) -> Iterator[Path]:
 
 def _cache_path(data: DataSetInfo) -> Path:
     return cache_folder() / "data" / data.files[0]
-
-
-def _not_downloadable(name: str, data: DataSetInfo) -> DataNotFound:
-    file = data.files[0]
-    if data.url:
-        how = f"download {data.url} yourself"
-        hint = f", or give its hash: `factscope data get {name} --sha256 …`"
-    else:
-        how, hint = f"get {file} from EasyEdit's page (github.com/zjunlp/EasyEdit)", ""
-    return DataNotFound(
-        f"{name} is not on this machine and cannot be downloaded, because its SHA-256 is not "
-        f"known; {how} and save it as {file} in the folder FACTSCOPE_DATA, or give its path{hint}"
-    )
 
 
 LARGE = 200_000_000

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,13 +29,11 @@ from factscope.errors import BadRunFolder, BadSetting, BadStats, OutOfMemory
 from factscope.io import atomic_path
 from factscope.lm.accel import add_product_, on_gpu
 from factscope.lm.hooks import hook_calls
+from factscope.lm.model import LM
 from factscope.progress import Progress, no_progress
 from factscope.stats.second_moment import SecondMoment
 from factscope.stats.settings import StatsSettings
 from factscope.stats.text import GeneratedText, TokenSequence, batched
-
-if TYPE_CHECKING:
-    from factscope.lm.model import LM
 
 FIRST_COMPARISON = 1000
 """Tokens after which the two halves are compared for the first time."""
@@ -45,7 +43,7 @@ GROWTH, GROWTH_WITH_THRESHOLD = 2.0, 1.2
 
 @torch.no_grad()
 def collect(
-    lm: "LM",
+    lm: LM,
     layers: Sequence[int],
     sequences: Iterable[TokenSequence] | GeneratedText,
     settings: StatsSettings,
@@ -222,7 +220,7 @@ def _first_tokens(sequences: Iterable[TokenSequence], tokens: int) -> Iterator[T
 
 
 def length_batches(
-    lm: "LM", sequences: Iterable[TokenSequence], batch_size: int | None
+    lm: LM, sequences: Iterable[TokenSequence], batch_size: int | None
 ) -> Iterator[list[TokenSequence]]:
     """Batches of sequences of equal length; by default their size depends on the device."""
     tokens = TOKENS_PER_BATCH_GPU if on_gpu(lm) else TOKENS_PER_BATCH_CPU
@@ -230,7 +228,7 @@ def length_batches(
         yield from batched(group, batch_size or max(1, tokens // length))
 
 
-def _add_batch_(lm: "LM", sums: RunningSums, batch: Sequence[TokenSequence]) -> None:
+def _add_batch_(lm: LM, sums: RunningSums, batch: Sequence[TokenSequence]) -> None:
     """Add a batch's keys to the sums: even and odd sequences of the text to one half each."""
     offset = sums.sequences % 2
     halves = batch[offset::2], batch[1 - offset :: 2]
@@ -253,7 +251,7 @@ class _LastLayerReached(Exception):
 
 
 def run_to_layer(
-    lm: "LM", ids: Tensor, layers: Iterable[int], use_keys: Callable[[int, Tensor], Any]
+    lm: LM, ids: Tensor, layers: Iterable[int], use_keys: Callable[[int, Tensor], Any]
 ) -> None:
     """Run the model up to the highest of the layers; call the function with each layer's keys."""
     top = max(layers)

@@ -12,16 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from factscope.errors import BadSetting, DownloadFailed
 from factscope.io import sha256
 from factscope.lm.generate import sample_texts, uniform_draws
+from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.stats.settings import StatsSettings
-
-if TYPE_CHECKING:
-    from factscope.lm.model import LM
 
 SEQUENCE_LENGTH = 256
 """Default length: enough context for typical keys, small enough for any device."""
@@ -37,7 +35,7 @@ Item = TypeVar("Item")
 
 
 def open_text(
-    lm: "LM", settings: StatsSettings, file: Path | None = None, dataset: str | None = None
+    lm: LM, settings: StatsSettings, file: Path | None = None, dataset: str | None = None
 ) -> "tuple[Iterable[TokenSequence] | GeneratedText, str]":
     """The sequences of a text file or of a dataset, or generated text; and a description."""
     length = sequence_length(lm, settings.seq_length)
@@ -54,7 +52,7 @@ def open_text(
     return token_sequences(lm, texts, length), f"{name}, {details}"
 
 
-def sequence_length(lm: "LM", requested: int | None = None) -> int:
+def sequence_length(lm: LM, requested: int | None = None) -> int:
     """The requested length if the model's context allows it, or the default."""
     longest = lm.context or SEQUENCE_LENGTH
     if requested is None:
@@ -64,7 +62,7 @@ def sequence_length(lm: "LM", requested: int | None = None) -> int:
     return requested
 
 
-def token_sequences(lm: "LM", texts: Iterable[str], length: int) -> Iterator[list[int]]:
+def token_sequences(lm: LM, texts: Iterable[str], length: int) -> Iterator[list[int]]:
     """The texts' tokens in sequences of one length; a short remainder at the end is dropped."""
     bare, special = encode(lm, "A", special=False).ids, encode(lm, "A").ids
     prefix = list(special[: len(special) - len(bare)])  # BOS, or nothing
@@ -185,7 +183,7 @@ class GeneratedText:
     its own random numbers, so any of them can be generated without those before it.
     """
 
-    lm: "LM"
+    lm: LM
     length: int
     seed: int = 0
     batch_size: int = 32
