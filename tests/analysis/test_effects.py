@@ -251,8 +251,8 @@ def test_early_and_late_site_are_the_peaks():
     early, late = early_site(effects), late_site(effects)
     assert (early.layer, late.layer) == (0, 1)
     assert early.effect.mean == pytest.approx(0.4)
-    assert early.excludes_zero
-    assert late.excludes_zero
+    assert early.effect.excludes_zero
+    assert late.effect.excludes_zero
     assert early.stands_out
     contested = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
     assert not early_site(contested).stands_out

@@ -12,7 +12,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -36,7 +36,6 @@ severed. "gradients mlp": integrated gradients.
 """
 
 LAST_SUBJECT, LAST = "last subject token", "last token"
-
 ROLES = (
     "first subject token",
     "middle subject tokens",
@@ -46,12 +45,10 @@ ROLES = (
     LAST,
 )
 """Token roles: the rows of Figure 2."""
-
 PRECEDENCE = tuple(dict.fromkeys((LAST, LAST_SUBJECT, "first subject token", *ROLES)))
 """If several roles fit a token, the first of these counts."""
 
-Pooling = Literal["facts", "tokens"]
-"""What is averaged over, and so what the interval is about."""
+Pooling = Literal["facts", "tokens"]  # what is averaged over, and so what the interval is about
 
 
 # ---- the tables of a trace
@@ -72,10 +69,9 @@ def kinds_of(records: Iterable[TraceRecord]) -> tuple[str, ...]:
 def cell_table(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
     """A table as it was recorded; NaN where a cell was not measured."""
     field, key = _location(table)
-    tables: Any = getattr(record, field)
-    if key not in tables:
+    rows = getattr(record, field).get(key)
+    if rows is None:
         raise BadRecord(f"the trace of {record.fact.text!r} has no table {table!r}; trace it first")
-    rows = tables[key]
     widths = {len(row) for row in rows}
     if len(rows) != len(record.tokens) or len(widths) != 1:
         raise BadRecord(
@@ -146,29 +142,19 @@ def _tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list
 class AverageEffects:
     """The average indirect effect (AIE) of each token role at each layer."""
 
-    table: str
-    """Which table was averaged: a key of `TABLES`."""
+    table: str  # which table was averaged: a key of `TABLES`
     model: str
-    window: int | None
-    """Number of layers in a window of MLP or attention outputs, if the records say."""
-    pooling: Pooling
+    window: int | None  # layers in a window of MLP or attention outputs, if the records say
     mean: Float[np.ndarray, "roles layers"]
     half_width: Float[np.ndarray, "roles layers"]
     n: Integer[np.ndarray, "roles layers"]
-    facts: int
-    """Known facts that have the table."""
-    skipped: int
-    """Facts left out because the model does not know them."""
-    clean: Estimate
-    """P[o] over the facts."""
-    corrupted: Estimate
-    """P*[o] over the facts."""
-    total: Estimate
-    """ATE, the average total effect P[o] - P*[o]."""
-    best_at_subject: Estimate
-    """Mean over facts of the highest value at the last subject token (App. B)."""
-    best_anywhere: Estimate
-    """Mean over facts of the highest value at any token."""
+    facts: int  # known facts that have the table
+    skipped: int  # facts left out because the model does not know them
+    clean: Estimate  # P[o] over the facts
+    corrupted: Estimate  # P*[o] over the facts
+    total: Estimate  # ATE, the average total effect P[o] - P*[o]
+    best_at_subject: Estimate  # over facts: highest value at the last subject token (App. B)
+    best_anywhere: Estimate  # over facts: highest value at any token
     roles: tuple[str, ...] = ROLES
 
     @property
@@ -229,7 +215,6 @@ def average_effects(
         table=table,
         model=known[0].model,
         window=known[0].settings.get("window"),
-        pooling=pooling,
         mean=np.stack([row.mean for row in rows]),
         half_width=np.stack([row.half_width for row in rows]),
         n=np.stack([row.n for row in rows]),
@@ -301,11 +286,6 @@ class PeakSite:
     """Whether the effect exceeds that of every other role but the last token at this layer,
     without overlap of the intervals; None if not tested."""
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the effect's interval excludes zero."""
-        return self.effect.excludes_zero
-
 
 def early_site(effects: AverageEffects) -> PeakSite:
     """The peak at the last subject token, and whether it stands out from other tokens."""
@@ -331,17 +311,13 @@ class SeveredComparison:
     model: str
     facts: int
     intact: Estimates
-    severed: Mapping[str, Estimates]
-    """For "mlp" or "attn": the AIE with that module severed."""
-    lost: Mapping[str, Estimates]
-    """For the same: the mean over facts of IE(intact) - IE(severed)."""
+    severed: Mapping[str, Estimates]  # "mlp" or "attn": the AIE with that module severed
+    lost: Mapping[str, Estimates]  # the same: the mean over facts of IE(intact) - IE(severed)
 
 
 def has_severed(records: Iterable[TraceRecord]) -> bool:
     """Whether `severed_comparison` has a fact to compare."""
-    return any(
-        record.known and record.severed and _tokens_with(record, LAST_SUBJECT) for record in records
-    )
+    return any(r.known and r.severed and _tokens_with(r, LAST_SUBJECT) for r in records)
 
 
 def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
@@ -358,11 +334,10 @@ def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
     rows = {table: average_effects(traced, table).row(LAST_SUBJECT) for table in tables}
 
     def lost(table: str) -> Estimates:
-        differences = []
-        for record in traced:
-            token = _tokens_with(record, LAST_SUBJECT)[0]
-            cells = cell_table(record, "states")[token] - cell_table(record, table)[token]
-            differences.append(cells)
+        differences = [
+            (cell_table(record, "states") - cell_table(record, table))[record.subject[1] - 1]
+            for record in traced
+        ]
         return column_estimates(np.stack(differences))
 
     return SeveredComparison(

@@ -33,8 +33,7 @@ from factscope.errors import BadRecord
 from factscope.facts import Fact
 from factscope.records import CaseRecord, CaseScores, Phase, PromptScore, Protocol
 
-UNEDITED = "none"
-"""Method name of the unedited model."""
+UNEDITED = "none"  # method name of the unedited model
 
 
 # ---- one case
@@ -52,30 +51,18 @@ def _accuracy(kind: str) -> Metric:
     return lambda scores: _mean(map(float, scores.token_correct.get(kind, ())))
 
 
-# Scores are negative log-likelihoods: the smaller one is the more likely object. A tie fails.
-
-
-def _new_wins(prompt: PromptScore) -> float:
-    """1 if P(o*) > P(oc)."""
-    return float(prompt.new < prompt.true)
-
-
-def _true_wins(prompt: PromptScore) -> float:
-    """1 if P(oc) > P(o*)."""
-    return float(prompt.true < prompt.new)
-
-
 def _difference(prompt: PromptScore) -> float:
     """P(o*) - P(oc)."""
     return math.exp(-prompt.new) - math.exp(-prompt.true)
 
 
+# Scores are negative log-likelihoods: the smaller one is the more likely object. A tie fails.
 METRICS: dict[str, Metric] = {
-    "ES": _over_prompts("prompt", _new_wins),
+    "ES": _over_prompts("prompt", lambda prompt: prompt.new < prompt.true),
     "EM": _over_prompts("prompt", _difference),
-    "PS": _over_prompts("paraphrase", _new_wins),
+    "PS": _over_prompts("paraphrase", lambda prompt: prompt.new < prompt.true),
     "PM": _over_prompts("paraphrase", _difference),
-    "NS": _over_prompts("neighbour", _true_wins),
+    "NS": _over_prompts("neighbour", lambda prompt: prompt.true < prompt.new),
     "NM": _over_prompts("neighbour", lambda prompt: -_difference(prompt)),
     "GE": lambda scores: _mean(map(fluency, scores.texts)),
     "RS": lambda scores: (
@@ -84,14 +71,13 @@ METRICS: dict[str, Metric] = {
     "efficacy": _accuracy("prompt"),
     "paraphrase": _accuracy("paraphrase"),
     "specificity": _accuracy("neighbour"),
-    "prompt_correct": _over_prompts("prompt", lambda prompt: float(prompt.new_correct)),
-    "paraphrase_correct": _over_prompts("paraphrase", lambda prompt: float(prompt.new_correct)),
-    "neighbour_correct": _over_prompts("neighbour", lambda prompt: float(prompt.true_correct)),
+    "prompt_correct": _over_prompts("prompt", lambda prompt: prompt.new_correct),
+    "paraphrase_correct": _over_prompts("paraphrase", lambda prompt: prompt.new_correct),
+    "neighbour_correct": _over_prompts("neighbour", lambda prompt: prompt.true_correct),
 }
 """Every metric of one case's scores; NaN if nothing was measured. Attributes have none."""
 
-SUCCESS_RATES = ("ES", "PS", "NS")
-"""The metrics whose harmonic mean is S."""
+SUCCESS_RATES = ("ES", "PS", "NS")  # S is their harmonic mean
 
 
 def case_metrics(scores: CaseScores) -> dict[str, float]:
@@ -118,14 +104,10 @@ class Summary:
     method: str
     protocol: Protocol = "single"
     phase: Phase = "edit"
-    cases: int
-    """Number of cases."""
-    failed: int = 0
-    """Cases whose edit failed; no mean includes them."""
-    metrics: Mapping[str, Estimate] = field(default_factory=dict)
-    """The metrics that were measured, by name."""
-    published: bool = False
-    """Whether these are the paper's numbers."""
+    cases: int  # number of cases
+    failed: int = 0  # cases whose edit failed; no mean includes them
+    metrics: Mapping[str, Estimate] = field(default_factory=dict)  # those that were measured
+    published: bool = False  # whether these are the paper's numbers
 
     @property
     def edited(self) -> bool:
@@ -163,11 +145,22 @@ def group_by_row(records: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
 
 def summary_of(records: Sequence[CaseRecord]) -> Summary:
     """The metrics of one method's cases after their edits."""
-    _check_unique(records)
+    seen: set[tuple] = set()
+    for record in records:
+        identity = _identity(record)
+        if identity in seen:
+            raise BadRecord(
+                f"{record.method} on {record.model} has two records of the case "
+                f"{record.fact.id or record.fact.text!r}; report on one run of a method at a time"
+            )
+        seen.add(identity)
     first = records[0]
-    done = [record for record in records if not record.failed and record.after is not None]
-    metrics = _averages([record.after for record in done if record.after is not None])
-    drawdown = estimate(map(_drawdown, done), ddof=0)
+    done = [(r.before, r.after) for r in records if not r.failed and r.after is not None]
+    metrics = _averages([after for _, after in done])
+    specificity = METRICS["specificity"]
+    drawdown = estimate(
+        (specificity(before) - specificity(after) for before, after in done if before), ddof=0
+    )
     return Summary(
         model=first.model,
         data=first.data,
@@ -178,14 +171,6 @@ def summary_of(records: Sequence[CaseRecord]) -> Summary:
         failed=len(records) - len(done),
         metrics={**metrics, "drawdown": drawdown} if drawdown.n else metrics,
     )
-
-
-def _drawdown(record: CaseRecord) -> float:
-    """Specificity before the edit - after it; NaN if one is missing."""
-    if record.before is None or record.after is None:
-        return math.nan
-    specificity = METRICS["specificity"]
-    return specificity(record.before) - specificity(record.after)
 
 
 def _averages(cases: Sequence[CaseScores]) -> dict[str, Estimate]:
@@ -215,22 +200,17 @@ def _unedited_scores(records: Iterable[CaseRecord]) -> list[CaseScores]:
     If several runs scored a case, the most complete scores count: one run may have generated
     texts, another not.
     """
-    best: dict[Fact, CaseScores] = {}
+    by_fact: dict[Fact, list[CaseScores]] = {}
     for record in records:
-        scores = record.before
-        if scores is None and record.method == UNEDITED:
-            scores = record.after
-        if scores is not None and _parts(scores) > _parts(best.get(record.fact)):
-            best[record.fact] = scores
-    return list(best.values())
+        scores = record.before or (record.after if record.method == UNEDITED else None)
+        if scores is not None:
+            by_fact.setdefault(record.fact, []).append(scores)
 
+    def measured_parts(scores: CaseScores) -> int:
+        similarity = scores.reference_similarity is not None
+        return sum(map(bool, (scores.prompts, scores.token_correct, scores.texts, similarity)))
 
-def _parts(scores: CaseScores | None) -> int:
-    """How many parts of the scores were measured."""
-    if scores is None:
-        return -1
-    similarity = scores.reference_similarity is not None
-    return sum(map(bool, (scores.prompts, scores.token_correct, scores.texts, similarity)))
+    return [max(found, key=measured_parts) for found in by_fact.values()]
 
 
 def merge_runs(runs: Mapping[str, Sequence[CaseRecord]]) -> list[CaseRecord]:
@@ -259,18 +239,6 @@ def _identity(record: CaseRecord) -> tuple:
     """The row of the table that a record belongs to, and its case."""
     row = (record.model, record.data, record.method, record.protocol, record.phase)
     return row, record.fact, record.step
-
-
-def _check_unique(records: Sequence[CaseRecord]) -> None:
-    seen: set[tuple] = set()
-    for record in records:
-        identity = _identity(record)
-        if identity in seen:
-            raise BadRecord(
-                f"{record.method} on {record.model} has two records of the case "
-                f"{record.fact.id or record.fact.text!r}; report on one run of a method at a time"
-            )
-        seen.add(identity)
 
 
 # ---- fluency of generated texts (GE)
@@ -327,8 +295,7 @@ def words(text: str) -> list[str]:
 
 # ---- similarity to reference texts (RS)
 
-TERM = re.compile(r"\b\w\w+\b")
-"""scikit-learn's default: words of two or more letters or digits."""
+TERM = re.compile(r"\b\w\w+\b")  # scikit-learn's default: two or more letters or digits
 
 
 def reference_similarity(

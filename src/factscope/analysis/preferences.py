@@ -43,12 +43,9 @@ class Vote:
     rater: str
     case: str
     question: str
-    pair: tuple[str, str]
-    """The two methods, always in the same order."""
-    chosen: str | None
-    """The chosen method; None for a tie."""
-    left: str
-    """The method whose text was shown on the left."""
+    pair: tuple[str, str]  # the two methods, always in the same order
+    chosen: str | None  # the chosen method; None for a tie
+    left: str  # the method whose text was shown on the left
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ NO_BOUND = "none"
 """Value of an axis without a bound (max_change) or without prefixes (prefix_lengths)."""
 
 Setting = int | float | str
-SweepGrid = Mapping[str, Sequence[Setting]]
-"""Axis → its values."""
+SweepGrid = Mapping[str, Sequence[Setting]]  # axis → its values
 
 
 def grid_points(grid: SweepGrid) -> list[dict[str, Setting]]:
@@ -44,10 +43,8 @@ class Point:
     """One combination of settings, and its scores."""
 
     settings: Mapping[str, Setting]
-    summary: Summary | None
-    """None without records."""
-    error: str | None = None
-    """Why its editor cannot work."""
+    summary: Summary | None  # None without records
+    error: str | None = None  # why its editor cannot work
 
     @property
     def name(self) -> str:
@@ -63,8 +60,7 @@ class Point:
 class Line:
     """Points that differ only on the x axis: a line of a figure."""
 
-    settings: Mapping[str, Setting]
-    """Their values on the other axes that have several."""
+    settings: Mapping[str, Setting]  # their values on the other axes that have several
     points: tuple[Point, ...]
 
 
@@ -78,8 +74,7 @@ class Sweep:
     grid: SweepGrid
     points: tuple[Point, ...]
     unedited: Summary | None = None
-    spec: Mapping[str, Any] | None = None
-    """Settings of the run."""
+    spec: Mapping[str, Any] | None = None  # settings of the run
 
     @property
     def x_axis(self) -> str:
