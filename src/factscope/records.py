@@ -21,9 +21,9 @@ from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
 from factscope.io import write_atomic
 
-VERSION = 2
-"""Version of the record format."""
+VERSION = 2  # of the record format
 
+# Field names of version 1 → today's, by the object that has them.
 RENAMED = {
     "edit": {"health": "checks", "places": "changed_weights"},
     "case": {"health": "checks", "moment": "phase"},
@@ -35,16 +35,12 @@ RENAMED = {
     "scores": {"tokens": "token_correct", "reference": "reference_similarity"},
     "prompt": {"new_right": "new_correct", "true_right": "true_correct"},
 }  # fmt: skip
-"""Field names of version 1 → today's, by the object that has them."""
 
 KINDS = ("states", "mlp", "attn")
 """What a trace restores: single states, or windows of MLP or attention outputs."""
 
 CellTable = tuple[tuple[float | None, ...], ...]
 """A table token × layer; None where the cell was not measured."""
-
-
-# ---- lines of JSON
 
 R = TypeVar("R", bound="Record")
 
@@ -95,9 +91,6 @@ class Record:
 def _renamed(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     names = RENAMED.get(kind, {})
     return {names.get(name, name): value for name, value in fields.items()}
-
-
-# ---- traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,31 +151,23 @@ def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:
     )
 
 
-# ---- edits
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChangedWeight:
     """A weight matrix that an edit changes."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of the change ΔW in the paper's orientation (value × key)."""
+    shape: tuple[int, ...]  # of the change ΔW in the paper's orientation (value × key)
     rank: int
-    norm: float
-    """Frobenius norm of ΔW."""
+    norm: float  # Frobenius norm of ΔW
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What a model predicts after a prompt. P of several tokens is their geometric mean."""
 
-    new: float
-    """P(new object)."""
-    old: float | None
-    """P(old object), where the old object is known."""
-    top: str
-    """The most likely next token."""
+    new: float  # P(new object)
+    old: float | None  # P(old object), where the old object is known
+    top: str  # the most likely next token
     top_probability: float
 
 
@@ -190,8 +175,7 @@ class Prediction:
 class PromptChange:
     """A prompt and the model's predictions before and after an edit."""
 
-    kind: str
-    """"prompt" (the fact's own), "paraphrase" or "neighbour"."""
+    kind: str  # "prompt" (the fact's own), "paraphrase" or "neighbour"
     text: str
     new: str
     old: str | None
@@ -253,8 +237,6 @@ class EditRecord(Record):
         return fields
 
 
-# ---- cases of an evaluation
-
 Protocol = Literal["single", "sequential", "batch"]
 """Each edit on a fresh model; one edit after another on the same model; or one edit of many
 facts."""
@@ -266,12 +248,9 @@ Phase = Literal["edit", "end"]
 class PromptScore:
     """How likely the new and the true object are after one prompt."""
 
-    new: float
-    """Mean negative log-likelihood of the new object's tokens; exp(-new) is the paper's P."""
+    new: float  # mean negative log-likelihood of its tokens; exp(-new) is the paper's P
     true: float
-    """The same for the true object."""
-    new_correct: bool
-    """Whether every token of the new object is the most likely one at its position."""
+    new_correct: bool  # whether every token is the most likely one at its position
     true_correct: bool
 
 
@@ -345,9 +324,6 @@ class CaseRecord(Record):
         return fields
 
 
-# ---- training of a learned editor
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord(Record):
     """One evaluation of a hypernetwork in training: means over the validation examples."""
@@ -356,29 +332,16 @@ class TrainingRecord(Record):
     ALLOW_NAN = True  # a diverged loss is NaN
 
     step: int
-    seconds: float
-    """Training time so far, without interruptions."""
-    train_loss: float | None
-    """Mean training loss since the last evaluation; None in the first."""
-    loss: float
-    """The weighted loss that training minimises."""
-    unedited_loss: float
-    """-log P of the new object before the edit."""
-    edit_loss: float
-    """-log P of the new object after the edit."""
-    rephrase_loss: float
-    """The same for a paraphrase of the prompt."""
-    locality_loss: float
-    """KL(unedited ‖ edited) on a prompt that the edit must not change."""
-    edit_accuracy: float
-    """Fraction of edits after which every token of the new object is the most likely one."""
-    rephrase_accuracy: float
-    """The same for a paraphrase of the prompt."""
-    locality_accuracy: float
-    """Fraction of most likely tokens that the edit does not change on the locality prompt."""
-
-
-# ---- files
+    seconds: float  # training time so far, without interruptions
+    train_loss: float | None  # mean since the last evaluation; None in the first
+    loss: float  # the weighted loss that training minimises
+    unedited_loss: float  # -log P of the new object before the edit
+    edit_loss: float  # -log P of the new object after the edit
+    rephrase_loss: float  # the same for a paraphrase of the prompt
+    locality_loss: float  # KL(unedited ‖ edited) on a prompt that the edit must not change
+    edit_accuracy: float  # how often every token of the new object is the most likely one
+    rephrase_accuracy: float  # the same for a paraphrase of the prompt
+    locality_accuracy: float  # fraction of most likely tokens unchanged on the locality prompt
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
