@@ -15,9 +15,7 @@ from pathlib import Path
 from factscope.analysis.effects import (
     average_effects,
     average_kinds,
-    early_site,
     has_severed,
-    late_site,
     severed_comparison,
 )
 from factscope.records import TraceRecord, read_trace_records
@@ -53,11 +51,13 @@ def trace_all(args: argparse.Namespace) -> None:
 
 def best_states(records: list[TraceRecord]) -> str:
     effects = average_effects(records, "states")
-    early, late = early_site(effects), late_site(effects)
+    (early_layer, early), (late_layer, late) = map(
+        effects.peak, ("last subject token", "last token")
+    )
     return (
         f"{effects.facts} | {effects.clean.percent} | {effects.corrupted.percent} | "
-        f"{effects.total.percent} | {early.effect.percent} at {early.layer} | "
-        f"{'yes' if early.stands_out else 'no'} | {late.effect.percent} at {late.layer}"
+        f"{effects.total.percent} | {early.percent} at {early_layer} | "
+        f"{'yes' if effects.stands_out() else 'no'} | {late.percent} at {late_layer}"
     )
 
 

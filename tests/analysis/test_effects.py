@@ -12,10 +12,8 @@ from factscope.analysis.effects import (
     average_effects,
     average_kinds,
     cell_table,
-    early_site,
     has_severed,
     indirect_effects,
-    late_site,
     roles,
     severed_comparison,
 )
@@ -248,11 +246,13 @@ def test_without_severed_tables_there_is_no_comparison():
 def test_early_and_late_site_are_the_peaks():
     facts = [traced({3: (0.5 + d, 0.2), 5: (0.1, 0.9 - d)}) for d in (-0.01, 0.0, 0.01)]
     effects = average_effects(facts)
-    early, late = early_site(effects), late_site(effects)
-    assert (early.layer, late.layer) == (0, 1)
-    assert early.effect.mean == pytest.approx(0.4)
-    assert early.effect.excludes_zero
-    assert late.effect.excludes_zero
-    assert early.stands_out
+    (early_layer, early), (late_layer, late) = map(
+        effects.peak, ("last subject token", "last token")
+    )
+    assert (early_layer, late_layer) == (0, 1)
+    assert early.mean == pytest.approx(0.4)
+    assert early.excludes_zero
+    assert late.excludes_zero
+    assert effects.stands_out()
     contested = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
-    assert not early_site(contested).stands_out
+    assert not contested.stands_out()

@@ -181,6 +181,15 @@ class AverageEffects:
         layer = int(np.nanargmax(row.mean))
         return layer, row[layer]
 
+    def stands_out(self) -> bool:
+        """Whether the early site's AIE exceeds that of other roles at its layer.
+
+        The intervals must not overlap. The last token, where the late site is, does not count.
+        """
+        layer, peak = self.peak(LAST_SUBJECT)
+        others = [self.row(r)[layer] for r in self.roles if r not in (LAST_SUBJECT, LAST)]
+        return all(peak.exceeds(other) for other in others if other.n)
+
 
 def average_effects(
     records: Iterable[TraceRecord],
@@ -209,8 +218,7 @@ def average_effects(
             f"the traces have different numbers of layers {sorted(layers)}; "
             "average the traces of one model at a time"
         )
-    pool = _pool_facts if pooling == "facts" else _pool_tokens
-    rows = [pool(known, table, role, paper_roles, *layers) for role in ROLES]
+    rows = [_pool(known, table, role, pooling, paper_roles) for role in ROLES]
     return AverageEffects(
         table=table,
         model=known[0].model,
@@ -243,25 +251,18 @@ def average_kinds(
     }
 
 
-def _pool_facts(
-    records: Sequence[TraceRecord], table: str, role: str, paper: bool, layers: int
+def _pool(
+    records: Sequence[TraceRecord], table: str, role: str, pooling: Pooling, paper: bool
 ) -> Estimates:
-    """Over facts: each fact's mean effect over its tokens of the role."""
-    means = [
-        column_estimates(indirect_effects(r, table)[tokens]).mean
-        for r in records
-        if (tokens := _tokens_with(r, role, paper=paper))
-    ]
-    return column_estimates(np.array(means, dtype=float).reshape(-1, layers))
-
-
-def _pool_tokens(
-    records: Sequence[TraceRecord], table: str, role: str, paper: bool, layers: int
-) -> Estimates:
-    """Over tokens: all values of the role, less the mean baseline of the facts."""
-    values = [cell_table(r, table)[_tokens_with(r, role, paper=paper)] for r in records]
+    """The estimates of a role over facts or over tokens: see `average_effects`."""
+    tokens = [_tokens_with(record, role, paper=paper) for record in records]
+    if pooling == "facts":
+        effects = [indirect_effects(r, table)[own] for r, own in zip(records, tokens, strict=True)]
+        # The mean of a fact without tokens of the role is NaN: it does not count.
+        return column_estimates(np.stack([column_estimates(cells).mean for cells in effects]))
+    values = [cell_table(r, table)[own] for r, own in zip(records, tokens, strict=True)]
     # The paper's code uses numpy's default: σ of the population.
-    pooled = column_estimates(np.concatenate(values).reshape(-1, layers), ddof=0)
+    pooled = column_estimates(np.concatenate(values), ddof=0)
     mean_baseline = np.mean([baseline(r, table) for r in records])
     return Estimates(pooled.mean - mean_baseline, pooled.half_width, pooled.n)
 
@@ -270,35 +271,6 @@ def _highest(cells: np.ndarray) -> float:
     """The highest measured cell; NaN if none was measured."""
     measured = cells[~np.isnan(cells)]
     return float(measured.max()) if measured.size else float("nan")
-
-
-# ---- early and late site
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakSite:
-    """Where the AIE of a role peaks."""
-
-    role: str
-    layer: int
-    effect: Estimate
-    stands_out: bool | None = None
-    """Whether the effect exceeds that of every other role but the last token at this layer,
-    without overlap of the intervals; None if not tested."""
-
-
-def early_site(effects: AverageEffects) -> PeakSite:
-    """The peak at the last subject token, and whether it stands out from other tokens."""
-    layer, peak = effects.peak(LAST_SUBJECT)
-    others = [effects.row(r)[layer] for r in effects.roles if r not in (LAST_SUBJECT, LAST)]
-    stands_out = all(peak.exceeds(other) for other in others if other.n)
-    return PeakSite(role=LAST_SUBJECT, layer=layer, effect=peak, stands_out=stands_out)
-
-
-def late_site(effects: AverageEffects) -> PeakSite:
-    """The peak at the prompt's last token."""
-    layer, peak = effects.peak(LAST)
-    return PeakSite(role=LAST, layer=layer, effect=peak)
 
 
 # ---- severed modules (Figure 3)
