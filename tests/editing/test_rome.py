@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from factscope.editing.closed_form import insert
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
-from factscope.editing.rome import BoundRome
+from factscope.editing.rome import BoundRome, insert
 from factscope.editing.settings import PAPER_ROME, R_ROME, Rome
 from factscope.editing.value_search import ValueResult
 from factscope.errors import BadFact, BadSetting, BadStats, DidNotConverge

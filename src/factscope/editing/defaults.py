@@ -6,20 +6,25 @@ weight, because what a change of 5e-4 does depends on the size of the entries: p
 differ by a factor of 40 between GPT-2 medium and GPT-J.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from factscope.editing.settings import FineTuneMethod, Layer
+from factscope.editing.settings import FineTuneMethod, Layer, SecondMomentSetting
 from factscope.errors import BadSetting
 from factscope.facts import Fact
+from factscope.stats.second_moment import SecondMoment, find_second_moment
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import trace
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
+
+log = logging.getLogger(__name__)
 
 Shape = tuple[str, int, int]
 """Model type, number of layers, width."""
@@ -216,3 +221,29 @@ def traced_layer(lm: "LM", fact: Fact) -> int:
     record = trace(lm, replace(fact, target=None), Tracing(kinds=("mlp",)))
     row = record.subject[1] - 1
     return int(np.argmax(np.asarray(record.restored["mlp"])[row]))
+
+
+# ---- C
+
+
+def resolve_second_moment(
+    lm: "LM", layer: int, setting: SecondMomentSetting
+) -> SecondMoment | None:
+    """C of a layer; None for the identity."""
+    if isinstance(setting, SecondMoment):
+        setting.check(lm, layer)
+        return setting
+    if setting == "identity":
+        log.warning("C is left out: this is not the paper's method and changes other facts more")
+        return None
+    given = [] if isinstance(setting, str) else setting
+    for moment in given:
+        if isinstance(moment, SecondMoment) and moment.layer == layer:
+            return resolve_second_moment(lm, layer, moment)
+    found = find_second_moment(lm, layer, [x for x in given if isinstance(x, Path)])
+    if found is None:
+        raise BadSetting(
+            f"there are no statistics of layer {layer} of {lm.name}; collect them once with "
+            f"`factscope stats --model {lm.name} --layers {layer}` (--text FILE for your own text)"
+        )
+    return found

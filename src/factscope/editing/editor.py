@@ -1,15 +1,16 @@
 """Editor: a method with its settings. Called with a model and facts, it returns an Edit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
 from factscope.progress import Progress, no_progress
+from factscope.settings import check
 
 if TYPE_CHECKING:
-    from factscope.editing.edit import Edit
+    from factscope.editing.edit import Change, Edit
     from factscope.lm.model import LM
 
 T = TypeVar("T")
@@ -34,6 +35,9 @@ class Editor(ABC):
     Importing an editor needs no torch; `bind` imports the method's algorithm.
     """
 
+    def __post_init__(self) -> None:
+        check(self)
+
     @property
     @abstractmethod
     def method(self) -> str:
@@ -53,6 +57,21 @@ class Editor(ABC):
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-compatible values; overridden where a field is not one."""
         return dict(vars(self))
+
+    def new_edit(
+        self, lm: "LM", changes: "Mapping[str, Change]", facts: Sequence[Fact], **results: Any
+    ) -> "Edit":
+        """An edit that records these settings and the results of the method, such as losses."""
+        from factscope.editing.edit import Edit
+
+        return Edit(
+            changes=changes,
+            model=lm.name,
+            fingerprint=lm.fingerprint,
+            method=self.method,
+            facts=tuple(facts),
+            settings={**self.to_dict(), **results},
+        )
 
     def __call__(
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress

@@ -11,17 +11,16 @@ residual z - h divided by the number of layers left, h being the state with the 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from factscope.editing.checks import with_checks
-from factscope.editing.closed_form import resolve_second_moment
 from factscope.editing.contexts import EditRequest, pad_rows, resolve_prefixes
-from factscope.editing.defaults import check_layer, memit_defaults
+from factscope.editing.defaults import check_layer, memit_defaults, resolve_second_moment
 from factscope.editing.edit import Change, Dense, Edit, LowRank
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
@@ -47,7 +46,6 @@ class BoundMemit(BoundEditor):
         layers = defaults.layers if settings.layers is None else settings.layers
         if not layers or list(layers) != sorted(set(layers)):
             raise BadSetting(f"layers is {layers}; give at least one, in ascending order")
-        self.settings = settings
         self.lm = lm
         self.layers = tuple(check_layer(lm, layer) for layer in layers)
         self.covariance_weight = settings.covariance_weight or defaults.covariance_weight
@@ -56,6 +54,14 @@ class BoundMemit(BoundEditor):
         self.second_moments = [
             resolve_second_moment(lm, layer, settings.second_moment) for layer in self.layers
         ]
+        self.settings = replace(
+            settings,
+            layers=self.layers,
+            covariance_weight=self.covariance_weight,
+            prefixes=self.prefixes,
+            search=self.search,
+            second_moment=tuple(C for C in self.second_moments if C is not None) or "identity",
+        )
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts."""
@@ -74,11 +80,7 @@ class BoundMemit(BoundEditor):
         self, facts: Sequence[Fact], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
         """For each fact the state at the last layer, and δ such that z = h + δ."""
-        settings = self.settings
-        return search_values(
-            self.lm, facts, self.prefixes, self.layers[-1], "state", settings.token, self.search,
-            facts_per_pass=settings.facts_per_pass, progress=progress,
-        )  # fmt: skip
+        return search_values(self.lm, facts, self.settings, self.layers[-1], "state", progress)
 
     def insert(self, values: Sequence[ValueResult], groups: list[list[int]]) -> list[Edit]:
         """An edit for each group of facts, updated layer by layer from the lowest."""
@@ -137,25 +139,11 @@ class BoundMemit(BoundEditor):
         return (keys[:, 0] + keys[:, 1:].mean(1)) / 2
 
     def _empty_edit(self, values: Sequence[ValueResult]) -> Edit:
-        return Edit(
-            changes={},
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=tuple(x.fact for x in values),
-            settings={**self.to_dict(), "losses": [list(x.losses) for x in values]},
+        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
+        second_moment = [describe_second_moment(C) for C in self.second_moments]
+        return self.settings.new_edit(
+            self.lm, {}, facts, second_moment=second_moment, losses=losses
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All settings as plain values, every default resolved."""
-        return {
-            **self.settings.to_dict(),
-            "layers": self.layers,
-            "covariance_weight": self.covariance_weight,
-            "prefixes": self.prefixes,
-            "search": asdict(self.search),
-            "second_moment": [describe_second_moment(C) for C in self.second_moments],
-        }
 
 
 def memit_update(

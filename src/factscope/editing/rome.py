@@ -6,30 +6,27 @@ value v what the model knows about it. A fact is written in three steps:
     1. k*: the mean key at the subject's last token over several contexts
     2. v*: a value that makes the model predict the new object (value_search.py)
     3. Ŵ = W + Λ (C⁻¹k*)ᵀ with Λ = (v* - W k*) / ((C⁻¹k*)ᵀ k*): of all updates with Ŵ k* = v*, the
-       one that disturbs other keys least, C = E[k kᵀ] being their second moment (closed_form.py)
+       one with the smallest ‖ΔW C^½‖: it disturbs other keys least, C = E[k kᵀ] being their second
+       moment (eq. 2)
+
+For several facts at once, ΔW = R (U Kᵀ)⁻¹ U, with the directions C⁻¹k* as the rows of U.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from factscope.editing.checks import with_checks
-from factscope.editing.closed_form import (
-    division_factors,
-    insert,
-    insert_each,
-    resolve_second_moment,
-)
 from factscope.editing.contexts import resolve_prefixes
-from factscope.editing.defaults import resolve_layer, rome_defaults
-from factscope.editing.edit import Change, Edit
+from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
+from factscope.editing.edit import Change, Edit, LowRank
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
-from factscope.editing.settings import Rome, describe_second_moment
+from factscope.editing.settings import Rome
 from factscope.editing.value_search import ValueResult, search_values
 from factscope.errors import FactscopeError
 from factscope.facts import Fact
@@ -43,13 +40,19 @@ class BoundRome(BoundEditor):
     """ROME bound to a model, every default resolved."""
 
     def __init__(self, settings: Rome, lm: "LM", facts: Sequence[Fact]) -> None:
-        self.settings = settings
         self.lm = lm
         self.layer = resolve_layer(lm, settings.layer, facts)
         self.weight_name = lm.name_of(lm.mlp_out(self.layer)) + ".weight"
         self.prefixes = resolve_prefixes(lm, settings)
         self.search = settings.search.resolve(clamp=rome_defaults(lm).clamp)
         self.second_moment = resolve_second_moment(lm, self.layer, settings.second_moment)
+        self.settings = replace(
+            settings,
+            layer=self.layer,
+            prefixes=self.prefixes,
+            search=self.search,
+            second_moment=self.second_moment or "identity",
+        )
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: jointly, or one fact after the other."""
@@ -75,11 +78,7 @@ class BoundRome(BoundEditor):
         self, facts: Sequence[Fact], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
         """Steps 1 and 2: keys and values of each fact in every context, and δ."""
-        settings = self.settings
-        return search_values(
-            self.lm, facts, self.prefixes, self.layer, "mlp", settings.token, self.search,
-            facts_per_pass=settings.facts_per_pass, progress=progress,
-        )  # fmt: skip
+        return search_values(self.lm, facts, self.settings, self.layer, "mlp", progress)
 
     def insert(self, values: Sequence[ValueResult]) -> tuple[Edit, float]:
         """Step 3 for all facts jointly; also returns the smallest division factor."""
@@ -122,24 +121,8 @@ class BoundRome(BoundEditor):
         return self.second_moment.solve(keys, ridge=self.settings.ridge)
 
     def _edit(self, values: Sequence[ValueResult], change: Change) -> Edit:
-        return Edit(
-            changes={self.weight_name: change},
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=tuple(x.fact for x in values),
-            settings={**self.to_dict(), "losses": [list(x.losses) for x in values]},
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All settings as plain values, every default resolved."""
-        return {
-            **self.settings.to_dict(),
-            "layer": self.layer,
-            "prefixes": self.prefixes,
-            "search": asdict(self.search),
-            "second_moment": describe_second_moment(self.second_moment),
-        }
+        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
+        return self.settings.new_edit(self.lm, {self.weight_name: change}, facts, losses=losses)
 
 
 def _over_contexts(
@@ -147,3 +130,43 @@ def _over_contexts(
 ) -> Float[Tensor, " width"]:
     """The mean over contexts, or the row of the bare prompt, which is the first."""
     return rows[0] if which == "bare" else rows.mean(0)
+
+
+# ---- the closed form
+
+
+def insert(
+    keys: Float[Tensor, "fact key"],
+    residuals: Float[Tensor, "fact value"],
+    directions: Float[Tensor, "fact key"],
+) -> LowRank:
+    """One update that changes the value of every key by its residual."""
+    U = _normalised(directions)
+    A = torch.linalg.solve(U @ keys.double().T, U)
+    return LowRank(residuals.T.float().contiguous().cpu(), A.float().cpu())
+
+
+def insert_each(
+    keys: Float[Tensor, "fact key"],
+    residuals: Float[Tensor, "fact value"],
+    directions: Float[Tensor, "fact key"],
+) -> list[LowRank]:
+    """A rank-one update for each key on its own."""
+    U = _normalised(directions)
+    A = (U / (U * keys.double()).sum(-1, keepdim=True)).float().cpu()
+    B = residuals.float().cpu()
+    return [LowRank(b[:, None].clone(), a[None].clone()) for a, b in zip(A, B, strict=True)]
+
+
+def division_factors(
+    keys: Float[Tensor, "fact key"], directions: Float[Tensor, "fact key"]
+) -> list[float]:
+    """The cosine between each key and its direction: the update is divided by it."""
+    K = keys.double()
+    return ((_normalised(directions) * K).sum(-1) / K.norm(dim=-1)).tolist()
+
+
+def _normalised(directions: Float[Tensor, "fact key"]) -> Float[Tensor, "fact key"]:
+    """Unit vectors in float64: the length of a direction cancels, and C⁻¹k can be tiny."""
+    U = directions.double()
+    return U / U.norm(dim=-1, keepdim=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from factscope.editing.edit import Edit
     from factscope.editing.finetune import BoundFineTune
     from factscope.editing.hypernet.editor import BoundHypernet
-    from factscope.editing.hypernet.weights import HypernetWeights
+    from factscope.editing.hypernet.model import HypernetWeights
     from factscope.editing.knowledge_neurons import BoundKN
     from factscope.editing.memit import BoundMemit
     from factscope.editing.rome import BoundRome
@@ -194,9 +194,6 @@ class Rome(PrefixSettings, Editor):
     facts_per_pass: Annotated[int | None, Ge(1)] = None
     """Facts per batch of the value search; None for what fits into memory."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def method(self) -> str:
         """`r-rome` where the mean key is used everywhere and δ is added to the bare value."""
@@ -214,13 +211,7 @@ class Rome(PrefixSettings, Editor):
             from factscope.editing.contexts import resolve_prefixes
 
             return replace(self, prefixes=resolve_prefixes(lm, self))
-        bound = self.bind(lm, ())
-        return replace(
-            self,
-            layer=bound.layer,
-            prefixes=bound.prefixes,
-            second_moment=bound.second_moment or "identity",
-        )
+        return replace(self.bind(lm, ()).settings, search=self.search)
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
@@ -277,9 +268,6 @@ class Memit(PrefixSettings, Editor):
     facts_per_pass: Annotated[int | None, Ge(1)] = None
     """Facts per batch of the value search; None for what fits into memory."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def method(self) -> str:
         """`memit`"""
@@ -293,14 +281,8 @@ class Memit(PrefixSettings, Editor):
 
     def resolve(self, lm: "LM") -> "Memit":
         """The same with layers, prefixes and C filled in."""
-        bound = self.bind(lm)
-        moments = tuple(moment for moment in bound.second_moments if moment is not None)
-        return replace(
-            self,
-            layers=bound.layers,
-            prefixes=bound.prefixes,
-            second_moment=moments or "identity",
-        )
+        resolved = self.bind(lm).settings
+        return replace(resolved, search=self.search, covariance_weight=self.covariance_weight)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values."""
@@ -355,7 +337,7 @@ class FineTune(Editor):
     """Facts per batch; None for what fits into memory."""
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if isinstance(self.max_change, str) and self.max_change != "default":
             raise BadSetting(f"max_change is {self.max_change!r}; give a number, 'default' or None")
 
@@ -446,9 +428,6 @@ class KN(PrefixSettings, Editor):
     facts_per_pass: Annotated[int | None, Ge(1)] = None
     """Facts per batch; None for what fits into memory."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def method(self) -> str:
         """`kn`"""
@@ -505,10 +484,10 @@ class HypernetEditor(Editor):
 
     def __post_init__(self) -> None:
         if isinstance(self.weights, Path):
-            from factscope.editing.hypernet.weights import load_weights
+            from factscope.editing.hypernet.model import load_weights
 
             object.__setattr__(self, "weights", load_weights(self.weights, self.method))
-        check(self)
+        super().__post_init__()
 
     @classmethod
     def load(cls: type[H], path: str | Path, **settings: Any) -> H:

@@ -25,9 +25,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.contexts import ContextRow, EditRequest, edit_requests, kl_row, pad_rows
+from factscope.editing.contexts import (
+    ContextRow,
+    EditRequest,
+    edit_requests,
+    kl_row,
+    pad_rows,
+    resolve_prefixes,
+)
 from factscope.editing.editor import map_valid
-from factscope.editing.settings import EditToken, ValueSearch
+from factscope.editing.settings import EditToken, Memit, Rome, ValueSearch
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel import MIN_BATCH, LengthBuckets, Step, accelerated, accelerated_search
@@ -35,7 +42,7 @@ from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io, hook_outputs
 from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.replay import PackedView, Replay
-from factscope.progress import Progress, no_progress
+from factscope.progress import Progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -65,50 +72,38 @@ class ValueResult:
     losses: tuple[float, ...]
     """The loss at each step."""
 
-    @property
-    def fact(self) -> Fact:
-        """The fact to write."""
-        return self.request.fact
-
 
 def search_values(
-    lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str], layer: int, site: EditSite,
-    token: EditToken, settings: ValueSearch, *, facts_per_pass: int | None, progress: Progress,
+    lm: "LM", facts: Sequence[Fact], settings: Rome | Memit, layer: int, site: EditSite,
+    progress: Progress,
 ) -> list[ValueResult | FactscopeError]:  # fmt: skip
     """Search the value of each fact, in batches; a fact that fails gets its error."""
 
     def solve(
         requests: Sequence[EditRequest], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
-        prepared = prepare_search(lm, requests, layer, site, token, settings)
-        return run_search(prepared, requests, progress)
+        objective, keys, values = prepare_search(
+            lm, requests, layer, site, settings.token, settings.search
+        )
+        delta, losses = accelerated_search(
+            objective, lambda objective, make_step: minimise(objective, make_step, progress)
+        )
+        return [
+            _failure(request.fact, by_step)
+            or ValueResult(request=request, delta=d, values=v, keys=k, losses=tuple(by_step))
+            for request, d, v, k, by_step in zip(requests, delta, values, keys, losses, strict=True)
+        ]
 
     def solve_all(requests: list[EditRequest]) -> list[ValueResult | FactscopeError]:
         # Requests of similar length share a batch; results in the order of the requests.
         order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
-        size = facts_per_pass or _batch_size(lm, requests, layer)
+        size = settings.facts_per_pass or _batch_size(lm, requests, layer)
         results = run_in_batches([requests[i] for i in order], size, solve, progress)
         by_index = dict(zip(order, results, strict=True))
         return [by_index[i] for i in range(len(requests))]
 
-    return map_valid(edit_requests(lm, facts, prefixes, token), solve_all)
-
-
-def run_search(
-    prepared: "PreparedSearch", requests: Sequence[EditRequest], progress: Progress = no_progress
-) -> list[ValueResult | FactscopeError]:
-    """Minimise every fact's loss; a search that failed gives an error in place of a result."""
-    delta, losses = accelerated_search(
-        prepared.objective,
-        lambda objective, make_step: minimise(objective, make_step, progress),
-    )
-    results = [
-        ValueResult(request=request, delta=d, values=values, keys=keys, losses=tuple(by_step))
-        for request, d, values, keys, by_step in zip(
-            requests, delta, prepared.values, prepared.keys, losses, strict=True
-        )
-    ]
-    return [_failure(result) or result for result in results]
+    prefixes = resolve_prefixes(lm, settings)
+    return map_valid(edit_requests(lm, facts, prefixes, settings.token), solve_all)
 
 
 def minimise(
@@ -120,82 +115,48 @@ def minimise(
     that saves more time than setting up a step for the smaller batch takes.
     """
     search, steps = objective.search, objective.search.max_steps
-    batch = _Batch(objective)
+    losses: list[list[float]] = [[] for _ in range(objective.facts)]
+    final = objective.value_norm.new_zeros(objective.facts, objective.hidden.shape[-1])
+    batch, numbers = objective, list(range(objective.facts))  # the facts in the batch
+    active = [True] * len(numbers)  # those of them whose δ still changes
+    # Adam's state: δ, and the running means of its gradient and squared gradient.
+    state = final.new_zeros(3, *final.shape)
     step = make_step(objective)
     for i in range(1, steps + 1):
         start = time.perf_counter()
         last = i == steps
-        if last and objective.facts >= MIN_BATCH:
-            losses, new_state = batch.objective.losses_only(batch.state), batch.state
+        if last and objective.facts >= MIN_BATCH:  # nothing changes any more: no gradient
+            with torch.no_grad():
+                losses_now, new_state = batch.losses(state[0]), state
         else:
-            losses, new_state = step(batch.state, objective.bias_corrections[i - 1])
-        batch.record(losses, search.stop_loss)
+            losses_now, new_state = step(state, objective.bias_corrections[i - 1])
+        for n, loss in enumerate(losses_now.tolist()):
+            if active[n]:
+                losses[numbers[n]].append(loss)
+                active[n] = loss >= search.stop_loss and math.isfinite(loss)
         progress(1 / steps)
-        if last or batch.finished == 1:
+        if last or not any(active):
             progress(1 - i / steps)
             break
-        batch.advance(new_state)
-        saving = (time.perf_counter() - start) * batch.finished * (steps - i)
-        if batch.finished and saving > step.capture_seconds:
-            batch.drop_finished()
-            step = make_step(batch.objective)
-    return batch.deltas(), batch.losses
+        if all(active):
+            state.copy_(new_state)  # the next step may overwrite `new_state`
+            continue
+        keep = torch.tensor(active, device=state.device)
+        state = torch.where(keep[:, None], new_state, state)
+        finished = active.count(False) / len(active)
+        if (time.perf_counter() - start) * finished * (steps - i) > step.capture_seconds:
+            final[numbers] = state[0]
+            state = state[:, keep]
+            numbers = [number for number, stays in zip(numbers, active, strict=True) if stays]
+            active = [True] * len(numbers)
+            batch = objective.select(torch.tensor(numbers, device=state.device))
+            step = make_step(batch)
+    final[numbers] = state[0]
+    return final, losses
 
 
-class _Batch:
-    """State of a search: the facts still in the batch, and δ and losses of all facts."""
-
-    def __init__(self, objective: "ValueObjective") -> None:
-        facts, width = objective.facts, objective.hidden.shape[-1]
-        self.all = self.objective = objective
-        self.numbers = list(range(facts))
-        """Which facts are in the batch."""
-        self.active = [True] * facts
-        """Which facts of the batch still change."""
-        self.state = objective.value_norm.new_zeros(3, facts, width)
-        """Adam's state: δ, and the running means of its gradient and squared gradient."""
-        self.losses: list[list[float]] = [[] for _ in range(facts)]
-        self.final = objective.value_norm.new_zeros(facts, width)
-        """δ of the facts that left the batch."""
-
-    def record(self, losses: Float[Tensor, " fact"], stop_loss: float) -> None:
-        """Record the losses at δ; a fact below the stop loss or with a NaN is finished."""
-        for i, loss in enumerate(losses.tolist()):
-            if self.active[i]:
-                self.losses[self.numbers[i]].append(loss)
-                self.active[i] = loss >= stop_loss and math.isfinite(loss)
-
-    @property
-    def finished(self) -> float:
-        """The fraction of the batch that no longer changes."""
-        return 1 - sum(self.active) / len(self.active)
-
-    def advance(self, state: Float[Tensor, "3 fact width"]) -> None:
-        """Take over the new state of the active facts; the next step may overwrite it."""
-        if all(self.active):
-            self.state.copy_(state)
-        else:
-            active = torch.tensor(self.active, device=state.device)[:, None]
-            self.state = torch.where(active, state, self.state)
-
-    def drop_finished(self) -> None:
-        """Continue with the active facts only."""
-        self.final[self.numbers] = self.state[0]
-        active = [i for i, active in enumerate(self.active) if active]
-        self.numbers = [self.numbers[i] for i in active]
-        self.active = [True] * len(active)
-        self.state = self.state[:, active]
-        self.objective = self.all.select(torch.tensor(self.numbers, device=self.state.device))
-
-    def deltas(self) -> Float[Tensor, "fact width"]:
-        """δ of every fact."""
-        self.final[self.numbers] = self.state[0]
-        return self.final
-
-
-def _failure(result: ValueResult) -> DidNotConverge | None:
+def _failure(fact: Fact, losses: Sequence[float]) -> DidNotConverge | None:
     """The error of a search whose loss is not finite or did not fall."""
-    fact, losses = result.fact, result.losses
     by_step = ", ".join(f"{loss:.3g}" for loss in losses)
     if not all(map(math.isfinite, losses)):
         return DidNotConverge(
@@ -309,18 +270,15 @@ class ValueObjective:
         new_delta = torch.where(norm > max_norm, new_delta * max_norm / norm, new_delta)
         return losses.detach(), torch.stack([new_delta, mean, square])
 
-    @torch.no_grad()
-    def losses_only(self, state: Float[Tensor, "3 fact width"]) -> Float[Tensor, " fact"]:
-        """The losses at δ, for the last step, after which nothing changes."""
-        return self.losses(state[0])
-
     def losses(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, " fact"]:
         """L(δ) of every fact."""
-        states = self._last_states(delta)
-        device = states.device
-        row = torch.cat([self.target_row, self.kl_row]).to(device)
-        slot = torch.cat([self.target_slot, self.kl_slot]).to(device)
-        log_probs = self.lm.decode(states[row, slot]).float().log_softmax(-1).to(delta.device)
+        shift = self._shift(delta)
+        hidden = self.hidden + shift if self.site == "state" else self._edited_block(shift)
+        for layer in range(self.layer + 1, self.lm.n_layers):
+            hidden = self.replay(layer, hidden)
+        row = torch.cat([self.target_row, self.kl_row]).to(hidden.device)
+        slot = torch.cat([self.target_slot, self.kl_slot]).to(hidden.device)
+        log_probs = self.lm.decode(hidden[row, slot]).float().log_softmax(-1).to(delta.device)
         targets, kl_log_probs = log_probs.split([len(self.target_id), self.facts])
         nll = -targets.gather(1, self.target_id[:, None])[:, 0] * self.target_weight
         target = torch.zeros_like(self.value_norm).index_add(0, self.target_fact, nll)
@@ -330,14 +288,6 @@ class ValueObjective:
         power = 2 if self.search.weight_decay_form == "paper" else 1
         decay = norm / self.value_norm**power
         return target + self.search.kl_weight * kl + self.search.weight_decay * decay
-
-    def _last_states(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "row slot width"]:
-        """The last layer's states with every fact's δ added."""
-        shift = self._shift(delta)
-        hidden = self.hidden + shift if self.site == "state" else self._edited_block(shift)
-        for layer in range(self.layer + 1, self.lm.n_layers):
-            hidden = self.replay(layer, hidden)
-        return hidden
 
     def _shift(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "row slot width"]:
         """Each row's δ in its edit slot, 0 elsewhere."""
@@ -401,11 +351,11 @@ class ValueObjective:
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads and that differs between facts."""
         _ = self._at_edit_slot, self.bias_corrections  # cached on first use: compute them now
-        self.replay.prepare(range(self.layer, self.lm.n_layers), self.hidden)
         fields = [x for x in vars(self).values() if isinstance(x, Tensor)]
         above, past = slice(self.layer, None), self.view.past
         keys = [x[:, :, :past] for x in (*self.run.keys[above], *self.run.values[above])]
-        return [*fields, *self.replay.tensors, *keys]
+        arguments = self.replay.tensors(range(self.layer, self.lm.n_layers), self.hidden)
+        return [*fields, *arguments, *keys]
 
     def modules(self) -> list[nn.Module]:
         """Every module that a step runs."""
@@ -428,22 +378,21 @@ class ValueObjective:
 # ---- preparing the objective
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedSearch:
-    """An objective, and the keys and values at the edit token of each fact's contexts."""
-
-    objective: ValueObjective
-    keys: list[Float[Tensor, "row key"]]
-    values: list[Float[Tensor, "row value"]]
-
-
 @torch.no_grad()
 def prepare_search(
     lm: "LM", requests: Sequence[EditRequest], layer: int, site: EditSite, token: EditToken,
     search: ValueSearch,
-) -> PreparedSearch:  # fmt: skip
-    """One unedited run over every row of the facts, and the objective built from it."""
-    rows, fact, contexts = _rows(lm, requests, token, search)
+) -> tuple[
+    ValueObjective, Float[Tensor, "fact context key"], Float[Tensor, "fact context value"]
+]:  # fmt: skip
+    """One unedited run over all rows: the objective, and the keys and values at the edit tokens."""
+    at_edit_token = search.kl_position == "edit-token"
+    rows = [
+        row
+        for request in requests
+        for row in (*request.rows, kl_row(lm, request.fact, token, at_edit_token=at_edit_token))
+    ]
+    per_fact = len(rows) // len(requests)  # all facts have the same contexts, and one KL prompt
     buckets = LengthBuckets.of(lm, len(requests))
     # Families that mask by a key's index in the row need all tokens of a row.
     starts = [row.edit_position if lm.family.supports_packing else 0 for row in rows]
@@ -452,53 +401,51 @@ def prepare_search(
     ids = pad_rows(rows, lm.device, buckets.for_tokens(longest, lm.context))
     run, keys, values = _unedited_run(lm, ids, layer, facts=len(requests))
     number, edited = torch.arange(len(rows)), torch.tensor([row.edit_position for row in rows])
-    keys, values = (x[number, edited].float() for x in (keys, values))
-    if site == "state":
-        values = run.states[layer][number, edited].float()
-    objective = _objective(
-        lm, requests, rows, fact, contexts, starts, run, view, layer, site, search, values, buckets
+    values = run.states[layer] if site == "state" else values
+    keys, values = (
+        x[number, edited].float().unflatten(0, (-1, per_fact))[:, :-1] for x in (keys, values)
     )
+
+    device = run.inputs.device
+    start = torch.tensor(starts)
+    # Row, slot, fact, weight and token of each target; a KL prompt has no labels.
+    targets = [
+        (i, position - starts[i], i // per_fact, 1 / (len(row.labels) * (per_fact - 1)), label)
+        for i, row in enumerate(rows)
+        for position, label in zip(row.positions, row.labels, strict=False)
+    ]
+    targets += [(0, 0, 0, 0.0, 0)] * (buckets.for_targets(len(targets)) - len(targets))
+    target = [torch.tensor(column, device=device) for column in zip(*targets, strict=True)]
+    kl = number[per_fact - 1 :: per_fact]
+    kl_position = torch.tensor([row.positions[0] for row in rows[per_fact - 1 :: per_fact]])
+    reference = lm.decode(run.states[-1][kl, kl_position]).float().log_softmax(-1)
+    entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
+    objective = ValueObjective(
+        lm=lm, search=search, layer=layer, site=site, run=run, view=view,
+        hidden=entering.to(device)[view.row[:, None], view.position],
+        fact=(number // per_fact).to(device), edit_slot=(edited - start).to(device),
+        target_row=target[0], target_slot=target[1], target_fact=target[2],
+        target_weight=target[3], target_id=target[4],
+        kl_row=kl.to(device), kl_slot=(kl_position - start[kl]).to(device),
+        kl_reference=reference.to(device), value_norm=values[:, 0].norm(dim=-1).to(device),
+    )  # fmt: skip
     if site == "mlp":
         objective = _without_first_block(objective)
-    objective = replace(objective, run=replace(run, states=[]))  # only keys and values are needed
-    return PreparedSearch(
-        objective=objective,
-        keys=[keys[span] for span in contexts],
-        values=[values[span] for span in contexts],
-    )
-
-
-def _rows(
-    lm: "LM", requests: Sequence[EditRequest], token: EditToken, search: ValueSearch
-) -> tuple[list[ContextRow], list[int], list[slice]]:
-    """Each fact's contexts followed by its KL prompt; the fact of each row; the contexts' rows."""
-    rows: list[ContextRow] = []
-    fact: list[int] = []
-    contexts: list[slice] = []
-    at_edit_token = search.kl_position == "edit-token"
-    for i, request in enumerate(requests):
-        contexts.append(slice(len(rows), len(rows) + len(request.rows)))
-        rows += [*request.rows, kl_row(lm, request.fact, token, at_edit_token=at_edit_token)]
-        fact += [i] * (len(request.rows) + 1)
-    return rows, fact, contexts
+    # Of the run only keys and values are needed from here on.
+    return replace(objective, run=replace(run, states=[])), keys, values
 
 
 def _suffix_view(
     lm: "LM", rows: Sequence[ContextRow], starts: Sequence[int], buckets: LengthBuckets
 ) -> PackedView:
     """The tokens of each row from its start on, as one segment."""
-    longest = max(len(row.ids) - start for row, start in zip(rows, starts, strict=True))
-    width = buckets.for_slots(longest)
-    position = torch.zeros(len(rows), width, dtype=torch.long)
-    start = torch.full((len(rows), width), -1)
-    for i, (row, first) in enumerate(zip(rows, starts, strict=True)):
-        length = len(row.ids) - first
-        position[i, :length] = torch.arange(first, len(row.ids))
-        start[i, :length] = first
+    start = torch.tensor(starts)[:, None]
+    length = torch.tensor([len(row.ids) for row in rows])[:, None]
+    position = start + torch.arange(buckets.for_slots(int((length - start).max())))
     return PackedView(
         row=torch.arange(len(rows), device=lm.device),
-        position=position.to(lm.device),
-        start=start.to(lm.device),
+        position=torch.where(position < length, position, 0).to(lm.device),
+        start=torch.where(position < length, start, -1).to(lm.device),
         past=buckets.for_past(max(starts), lm.context),
     )
 
@@ -523,43 +470,6 @@ def _unedited_run(
     return accelerated(
         lm, compute, ids, batch=facts, key=key, needed_again=range(layer, lm.n_layers),
         check=lambda result: result[0].states[-1],
-    )  # fmt: skip
-
-
-def _objective(
-    lm: "LM", requests: Sequence[EditRequest], rows: Sequence[ContextRow], fact: Sequence[int],
-    contexts: Sequence[slice], starts: Sequence[int], run: ActivationCache, view: PackedView,
-    layer: int, site: EditSite, search: ValueSearch, values: Tensor, buckets: LengthBuckets,
-) -> ValueObjective:  # fmt: skip
-    """Index tensors of the targets and of the KL term, and the unedited distributions."""
-    device = run.inputs.device
-
-    def tensor(numbers: Sequence[int] | Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, device=device)
-
-    targets = [
-        (i, position - starts[i], f, 1 / (len(request.target) * len(request.rows)), label)
-        for f, (request, span) in enumerate(zip(requests, contexts, strict=True))
-        for i in range(span.start, span.stop)
-        for position, label in zip(rows[i].positions, request.target, strict=True)
-    ]
-    targets += [(0, 0, 0, 0.0, 0)] * (buckets.for_targets(len(targets)) - len(targets))
-    row, slot, target_fact, weight, label = zip(*targets, strict=True)
-    kl_rows = [span.stop for span in contexts]
-    kl_positions = [rows[i].positions[0] for i in kl_rows]
-    reference = lm.decode(run.states[-1][kl_rows, kl_positions]).float().log_softmax(-1)
-    entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
-    slots = [r.edit_position - s for r, s in zip(rows, starts, strict=True)]
-    return ValueObjective(
-        lm=lm, search=search, layer=layer, site=site, run=run, view=view,
-        hidden=entering.to(device)[view.row[:, None], view.position],
-        fact=tensor(fact), edit_slot=tensor(slots),
-        target_row=tensor(row), target_slot=tensor(slot), target_fact=tensor(target_fact),
-        target_weight=tensor(weight), target_id=tensor(label),
-        kl_row=tensor(kl_rows),
-        kl_slot=tensor([p - starts[i] for i, p in zip(kl_rows, kl_positions, strict=True)]),
-        kl_reference=reference.to(device),
-        value_norm=values[[span.start for span in contexts]].norm(dim=-1).to(device),
     )  # fmt: skip
 
 

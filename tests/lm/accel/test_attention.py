@@ -47,8 +47,8 @@ def test_the_kernel_equals_torch(
 
 def objective_of(lm: LM, facts: list[Fact]) -> ValueObjective:
     requests = [edit_request(lm, fact, PREFIXES[:1]) for fact in facts]
-    prepared = prepare_search(lm, requests, 0, "mlp", "subject-last", FEW)
-    objective = _with_suffix_attention(prepared.objective)
+    prepared, _, _ = prepare_search(lm, requests, 0, "mlp", "subject-last", FEW)
+    objective = _with_suffix_attention(prepared)
     assert isinstance(objective, ValueObjective)
     return objective
 

@@ -31,7 +31,7 @@ SAME_SHAPE = Fact(subject="The Tower Eiffel", prompt="{} in is", target="Peru")
 
 def objective_of(lm: LM, fact: Fact, layer: int = 0) -> ValueObjective:
     requests = [edit_request(lm, fact, PREFIXES)]
-    return prepare_search(lm, requests, layer, "mlp", "subject-last", FEW).objective
+    return prepare_search(lm, requests, layer, "mlp", "subject-last", FEW)[0]
 
 
 def one_step(objective: ValueObjective, step: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
