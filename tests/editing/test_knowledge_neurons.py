@@ -5,24 +5,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from factscope.editing import neuron_attribution
 from factscope.editing.contexts import TokenRow
 from factscope.editing.edit import Edit, LowRank
-from factscope.editing.knowledge_neurons import select_neurons
-from factscope.editing.neuron_attribution import MIN_GAIN, NeuronPaths, attribute_neurons
+from factscope.editing.knowledge_neurons import (
+    MIN_GAIN,
+    NeuronPaths,
+    attribute_neurons,
+    select_neurons,
+)
 from factscope.editing.settings import KN, PAPER_KN, editor
 from factscope.errors import BadFact, BadSetting, DidNotConverge, OutOfMemory
 from factscope.facts import Case, Fact
 from factscope.lm.hooks import hook_io
 from factscope.lm.model import LM
-from factscope.lm.quadrature import quadrature
 from factscope.lm.tokens import encode
 from factscope.settings import build
+from factscope.tracing.gradients import quadrature
 
 from families import FAMILIES, tiny, tiny_text_lm
 
@@ -173,21 +175,6 @@ def same(edit: Edit, wanted: dict[str, Tensor]) -> None:
 # ---- attribution
 
 
-@pytest.mark.parametrize("rule", ["radau", "gauss"])
-def test_gauss_and_radau_are_exact_for_polynomials(rule: Any) -> None:
-    for steps in (2, 3, 6):
-        points, weights = quadrature(steps, rule)
-        for power in range(2 * steps - 1):
-            assert (weights * points**power).sum().item() == pytest.approx(1 / (power + 1))
-    assert (points[0] == 0) == (rule == "radau")
-
-
-def test_equally_spaced_nodes_include_both_ends() -> None:
-    points, weights = quadrature(5, "ends")
-    np.testing.assert_allclose(points, [0, 0.25, 0.5, 0.75, 1])
-    np.testing.assert_allclose(weights, [0.2] * 5)
-
-
 @pytest.mark.parametrize("site", ["key", "pre-activation"])
 def test_attributions_equal_the_reference(lm: LM, site: Any) -> None:
     how = KN(steps=3, rule="ends", site=site)
@@ -212,13 +199,13 @@ def test_attributions_sum_to_the_gain_in_probability(lm: LM) -> None:
 
 
 def test_segments_with_a_large_error_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, calls, real = tiny("llama"), [], neuron_attribution._Integrator.__call__
+    lm, calls, real = tiny("llama"), [], NeuronPaths.integrate
 
-    def counted(self: Any, segments: Any, progress: Any) -> Any:
+    def counted(self: Any, segments: Any, *rule: Any) -> Any:
         calls.append([(segment.start, segment.end) for segment in segments])
-        return real(self, segments, progress)
+        return real(self, segments, *rule)
 
-    monkeypatch.setattr(neuron_attribution._Integrator, "__call__", counted)
+    monkeypatch.setattr(NeuronPaths, "integrate", counted)
     finest = attribute_neurons(lm, ROWS, steps=60, tolerance=None).scores
     assert len(calls) == 1
     rough = attribute_neurons(lm, ROWS, steps=2, tolerance=None).scores

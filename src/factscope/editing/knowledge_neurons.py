@@ -2,19 +2,34 @@
 E.2).
 
     1. Attribution: integrated gradients of the old object's probability for every MLP neuron, after
-       the bare prompt and after each prefix (neuron_attribution.py)
+       the bare prompt and after each prefix
     2. Coarse selection: in each context, the neurons above a fraction of the highest score
     3. Fine selection: of those, the neurons selected in most contexts, about ten
     4. Edit: a selected neuron multiplies one column of the MLP's output weight. To that column is
        added  new_weight · e(new object) - old_weight · e(old object), e being embeddings
 
 All columns of a layer get the same direction, so each layer's change has rank one.
+
+A neuron is an entry of a layer's key k, the input of the MLP's output weight. At the position that
+predicts the answer o all neurons of a layer are scaled by α, from 0 to 1, and the gradient of P[o]
+is integrated along that path:
+
+    IG(k) = k ⊙ ∫₀¹ ∂P[o](α k) / ∂k dα
+
+The IG of a layer's neurons sum to P[o](k) - P[o](0) (completeness). The difference is the error
+estimate of an adaptive quadrature: a segment of the path whose IG do not sum to the gain of P[o]
+along it is halved.
+
+A point of a path is one α in one layer at one position. Only that position is recomputed, with the
+keys and values to its left from one clean run; and the points of all layers share one pass, in
+which each point enters at its own layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,25 +39,307 @@ from factscope.editing.checks import with_checks
 from factscope.editing.contexts import (
     TokenRow,
     context_row,
+    pad_rows,
     resolve_prefixes,
     target_ids,
     with_prefixes,
 )
 from factscope.editing.edit import Change, Edit, LowRank, add_changes
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
-from factscope.editing.neuron_attribution import NeuronAttributions, attribute_neurons
-from factscope.editing.settings import KN
+from factscope.editing.settings import KN, NeuronSite, PathRule
 from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
+from factscope.lm.forward import forward, token_probability
+from factscope.lm.hooks import hook_io
 from factscope.lm.memory import Budget, run_in_batches
-from factscope.lm.tokens import continuation_ids, encode, encode_fact
-from factscope.progress import Progress
+from factscope.lm.replay import PackedView, Replay
+from factscope.lm.tokens import encode, encode_fact
+from factscope.progress import NestedProgress, Progress, no_progress
+from factscope.tracing.gradients import quadrature
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
+MAX_DEPTH = 16
+"""Maximum number of times a segment is halved. Where a norm follows the MLP, as in Gemma 2, nearly
+all of the gain is at the start of the path."""
+HALF_TOLERANCE = 0.7
+"""Fraction of a segment's tolerance that each half gets, not 0.5: usually one half has nearly all
+of the error."""
+MIN_GAIN = 0.1
+"""The tolerance of a layer is relative to its gain, but to at least this fraction of the largest
+layer's gain."""
+FIRST_PASS = 0.7
+"""Assumed fraction of the work before any segment is halved, for progress reports."""
 MAX_FACTS = 64
 """Facts per batch at most."""
+
+
+# ---- attribution: adaptive quadrature over segments of paths
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NeuronAttributions:
+    """Each neuron's contribution to P[o]. A readout is a position with the token o."""
+
+    scores: Float[Tensor, "readout layer neuron"]
+    """IG of each neuron."""
+    neurons: Float[Tensor, "readout layer neuron"]
+    """The activations of the neurons in the clean run."""
+    gains: Float[Tensor, "readout layer"]
+    """P[o](k) - P[o](0) of each layer, which the scores should sum to."""
+
+
+class Segment(NamedTuple):
+    """α from `start` to `end`, in one layer for one readout."""
+
+    readout: int
+    layer: int
+    start: float
+    end: float
+
+    def halves(self) -> "tuple[Segment, Segment]":
+        """The segment's first and second half."""
+        middle = (self.start + self.end) / 2
+        return self._replace(end=middle), self._replace(start=middle)
+
+
+def attribute_neurons(
+    lm: "LM",
+    rows: Sequence[TokenRow],
+    *,
+    steps: int = 4,
+    rule: PathRule = "radau",
+    tolerance: float | None = 0.02,
+    site: NeuronSite = "key",
+    points_per_pass: int | None = None,
+    progress: Progress = no_progress,
+) -> NeuronAttributions:
+    """IG of every neuron of every layer, for each position of the rows and its label.
+
+    A segment whose IG differ from its gain by more than `tolerance` (relative) is halved; None
+    never halves. `points_per_pass` is None for what fits into memory.
+    """
+    paths = NeuronPaths(lm, rows, site)
+    nodes, weights = quadrature(steps, rule)
+    size = max(1, math.ceil((points_per_pass or paths.max_points()) / steps))
+    nested = NestedProgress(progress)
+
+    def solve(segments: Sequence[Segment], progress: Progress) -> list[tuple[Tensor, ...]]:
+        parts = paths.integrate(segments, nodes, weights)
+        progress(1.0)
+        return list(zip(*parts, strict=True))
+
+    def integrate(segments: Sequence[Segment], start: float, length: float) -> list[Tensor]:
+        results = run_in_batches(segments, size, solve, nested.within(start, length))
+        return [torch.stack(part) for part in zip(*results, strict=True)]
+
+    readouts, layers = len(paths.label), lm.n_layers
+    segments = [Segment(i, layer, 0.0, 1.0) for i in range(readouts) for layer in range(layers)]
+    ig, neurons, start_p = integrate(segments, 0.0, FIRST_PASS)
+    end_p = paths.clean_probability().repeat_interleave(layers)
+    gains = (end_p - start_p).view(readouts, layers)
+    scores = ig.view(readouts, layers, -1).clone()
+    neurons = neurons.view(readouts, layers, -1)
+    if tolerance is not None:
+        largest = gains.abs().amax(1, keepdim=True)
+        allowed = tolerance * gains.abs().maximum(MIN_GAIN * largest).flatten()
+        for depth in range(MAX_DEPTH):
+            error = (ig.sum(-1) - (end_p - start_p)).abs()
+            inaccurate = (error > allowed).nonzero()[:, 0].tolist()
+            if not inaccurate:
+                break
+            # Replace the score of each such segment by those of its halves.
+            for i in inaccurate:
+                scores[segments[i].readout, segments[i].layer] -= ig[i]
+            segments = [half for i in inaccurate for half in segments[i].halves()]
+            length = (1 - FIRST_PASS) / MAX_DEPTH
+            ig, _, start_p = integrate(segments, FIRST_PASS + depth * length, length)
+            for segment, score in zip(segments, ig, strict=True):
+                scores[segment.readout, segment.layer] += score
+            # A first half ends where the second one starts.
+            end_p = torch.stack([start_p[1::2], end_p[inaccurate]], dim=1).flatten()
+            allowed = HALF_TOLERANCE * allowed[inaccurate].repeat_interleave(2)
+    nested.within(0.0, 1.0)(1.0)
+    return NeuronAttributions(scores=scores, neurons=neurons, gains=gains)
+
+
+class NeuronPaths:
+    """The readouts of token rows, and the clean run over them."""
+
+    def __init__(self, lm: "LM", rows: Sequence[TokenRow], site: NeuronSite = "key") -> None:
+        self.lm, self.site = lm, site
+        self.run = forward(lm, pad_rows(rows, lm.device))
+        readouts = [
+            (i, position, label)
+            for i, row in enumerate(rows)
+            for position, label in zip(row.positions, row.labels, strict=True)
+        ]
+        self.row, self.position, self.label = torch.tensor(readouts, device=lm.device).T
+        self.past = int(self.position.max())
+
+    @torch.no_grad()
+    def clean_probability(self) -> Float[Tensor, " readout"]:
+        """P[o] of each readout in the clean run."""
+        states = self.run.states[-1]
+        at_readouts = states[self.row.to(states.device), self.position.to(states.device)]
+        return token_probability(self.lm, at_readouts, self.label).to(self.lm.device)
+
+    def max_points(self) -> int:
+        """How many points fit into memory: the activations that their gradients need."""
+        lm, length = self.lm, self.run.inputs.shape[1]
+        keys = lm.mlp_weight(0).shape[1]
+        heads, _, dim = self.run.keys[0].shape[1:]
+        entries = 10 * lm.width + 3 * keys + 2 * heads * dim * length
+        slots = 1 if lm.family.supports_packing else length
+        point = lm.n_layers * slots * entries * lm.dtype.itemsize
+        return max(1, Budget.of(lm, None).bytes // point)
+
+    def integrate(
+        self,
+        segments: Sequence[Segment],
+        nodes: Float[Tensor, " step"],
+        weights: Float[Tensor, " step"],
+    ) -> tuple[
+        Float[Tensor, "segment neuron"], Float[Tensor, "segment neuron"], Float[Tensor, " segment"]
+    ]:
+        """IG over each segment; the neurons; P[o] at the start, where the rules have a node."""
+        device, steps = self.lm.device, len(nodes)
+        nodes, weights = nodes.to(device), weights.to(device)
+        order = sorted(range(len(segments)), key=lambda i: segments[i].layer)
+        columns = zip(*(segments[i] for i in order), strict=True)
+        readout, layer, start, end = (
+            torch.tensor(column, device=device).repeat_interleave(steps) for column in columns
+        )
+        alpha = start + (end - start) * nodes.repeat(len(order))
+        neurons, gradients, p = self.evaluate(readout, layer, alpha)
+        weight = ((end - start) * weights.repeat(len(order)))[:, None].float()
+        ig = (neurons * gradients * weight).unflatten(0, (-1, steps)).sum(1)
+        inverse = torch.tensor(order, device=device).argsort()
+        return ig[inverse], neurons[::steps][inverse], p[::steps][inverse]
+
+    def evaluate(
+        self,
+        readout: Int[Tensor, " point"],
+        layer: Int[Tensor, " point"],
+        alpha: Float[Tensor, " point"],
+    ) -> tuple[
+        Float[Tensor, "point neuron"], Float[Tensor, "point neuron"], Float[Tensor, " point"]
+    ]:
+        """The neurons k of each point's layer; ∂P[o] / ∂k and P[o] with them scaled by its alpha.
+
+        Points must be in the order of their layers: the batch starts empty and grows on its way up.
+        """
+        lm = self.lm
+        leaves: list[tuple[Tensor, Tensor]] = []
+        hidden = self.run.inputs[:0, : 1 if lm.family.supports_packing else None]
+        entered = 0
+        with torch.enable_grad():
+            for i, count in enumerate(torch.bincount(layer, minlength=lm.n_layers).tolist()):
+                new = slice(entered, entered + count)
+                entered += count
+                if not entered:
+                    continue
+                view, slot = self._view(readout[:entered])
+                # The clean run's states before the block, for the points that enter here.
+                states = self.run.inputs if i == 0 else self.run.states[i - 1]
+                row, position = (x[new].to(states.device) for x in (view.row, view.position))
+                hidden = torch.cat([hidden, states[row[:, None], position].to(hidden.device)])
+                hook = self._scale_neurons(i, new, slot[new], alpha[new], leaves)
+                with hook_io(*([hook] if count else [])):
+                    hidden = Replay(lm, self.run, view)(i, hidden)
+            slot = self._view(readout)[1].to(hidden.device)
+            last = hidden[torch.arange(entered, device=hidden.device), slot]
+        p, gradient = self._read(last.detach(), self.label[readout])
+        neurons, scaled = zip(*leaves, strict=True)
+        gradients = torch.autograd.grad(last, scaled, gradient)
+        k, dp_dk = (torch.cat([x.to(lm.device) for x in part]) for part in (neurons, gradients))
+        return k.float(), dp_dk.float(), p.to(lm.device)
+
+    def _view(self, readout: Int[Tensor, " point"]) -> tuple[PackedView, Int[Tensor, " point"]]:
+        """The position of each point alone or, where the family cannot replay single positions, its
+        whole row; and the slot that holds the position."""
+        row, position = self.row[readout], self.position[readout]
+        if self.lm.family.supports_packing:
+            token = position[:, None]
+            view = PackedView(row=row, position=token, start=token, past=self.past)
+            return view, torch.zeros_like(position)
+        whole = PackedView.whole(len(row), self.run.inputs.shape[1], row.device)
+        return replace(whole, row=row, complete=False), position
+
+    def _scale_neurons(
+        self,
+        layer: int,
+        new: slice,
+        slot: Int[Tensor, " new"],
+        alpha: Float[Tensor, " new"],
+        leaves: list[tuple[Tensor, Tensor]],
+    ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+        """A hook that scales the neurons of the `new` points, which enter at this layer.
+
+        It appends k and α k, a leaf of the autograd tape, to `leaves`.
+        """
+        at_key = self.site == "key"
+        module = self.lm.mlp_out(layer) if at_key else self.lm.mlp_act(layer)
+
+        def scale(x: Tensor, output: Tensor) -> Tensor:
+            # Some families flatten rows and tokens.
+            x, out = (t.reshape(new.stop, -1, t.shape[-1]) for t in (x, output))
+            points, slots = torch.arange(new.start, new.stop), slot.to(x.device)
+            k = x[points, slots].detach()
+            scaled_k = (alpha.to(k)[:, None] * k).requires_grad_()
+            leaves.append((k, scaled_k))
+            if at_key:
+                delta = (scaled_k - k) @ self.lm.mlp_weight(layer).T
+            else:
+                delta = module.forward(scaled_k) - module.forward(k)
+            # Out of place: some families add in place to what a module returns.
+            moved = torch.zeros_like(out).index_put((points.to(out.device), slots), delta)
+            return (out + moved).reshape(output.shape)
+
+        return module, scale
+
+    def _read(
+        self, states: Float[Tensor, "row width"], label: Int[Tensor, " row"]
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, "row width"]]:
+        """P[o] of each last-layer state and its gradient, for as many rows as logits fit."""
+        size = Budget.of(self.lm, None).batch_sizes(self.lm).logits
+        results: list[tuple[Tensor, Tensor]] = []
+        for chunk, labels in zip(states.split(size), label.split(size), strict=True):
+            leaf = chunk.detach().requires_grad_()
+            with torch.enable_grad():
+                p = token_probability(self.lm, leaf, labels)
+            results.append((p.detach(), torch.autograd.grad(p.sum(), leaf)[0]))
+        p, gradients = zip(*results, strict=True)
+        return torch.cat(p), torch.cat(gradients)
+
+
+# ---- selection
+
+
+def select_neurons(
+    scores: Float[Tensor, "context layer neuron"],
+    threshold: float,
+    context_fraction: float,
+    max_neurons: int | None,
+) -> tuple[Int[Tensor, "selected 2"], Bool[Tensor, "context layer neuron"]]:
+    """The selected neurons as (layer, neuron), best first; and each context's coarse selection.
+
+    Neurons are sorted by the number of contexts that selected them, then by mean score.
+    """
+    highest = scores.flatten(1).amax(1)[:, None, None]
+    coarse = (scores > threshold * highest) & (highest > 0)
+    count = coarse.sum(0)
+    # If no neuron is in enough contexts, those in the most contexts are taken.
+    enough = min(context_fraction * len(scores), count.max().item() - 0.5)
+    selected = ((count > enough) & (count > 0)).nonzero()
+    layer, neuron = selected.T
+    by_score = scores.mean(0)[layer, neuron].argsort(descending=True, stable=True)
+    by_count = count[layer, neuron][by_score].argsort(descending=True, stable=True)
+    return selected[by_score[by_count]][:max_neurons], coarse
+
+
+# ---- the editor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +381,10 @@ class FoundNeurons:
 
     request: NeuronRequest
     neurons: tuple[Neuron, ...]
-    coarse: tuple[float, ...]
+    coarse: list[float]
     """By layer, how many neurons coarse selection selected in a context on average."""
     gap: float
     """Relative error of the attributions: they should sum to the layers' gains."""
-
-
-def select_neurons(
-    scores: Float[Tensor, "context layer neuron"],
-    threshold: float,
-    context_fraction: float,
-    max_neurons: int | None,
-) -> tuple[Int[Tensor, "selected 2"], Bool[Tensor, "context layer neuron"]]:
-    """The selected neurons as (layer, neuron), best first; and each context's coarse selection.
-
-    Neurons are sorted by the number of contexts that selected them, then by mean score.
-    """
-    highest = scores.flatten(1).amax(1)[:, None, None]
-    coarse = (scores > threshold * highest) & (highest > 0)
-    count = coarse.sum(0)
-    # If no neuron is in enough contexts, those in the most contexts are taken.
-    enough = min(context_fraction * len(scores), count.max().item() - 0.5)
-    selected = ((count > enough) & (count > 0)).nonzero()
-    layer, neuron = selected.T
-    by_score = scores.mean(0)[layer, neuron].argsort(descending=True, stable=True)
-    by_count = count[layer, neuron][by_score].argsort(descending=True, stable=True)
-    return selected[by_score[by_count]][:max_neurons], coarse
 
 
 class BoundKN(BoundEditor):
@@ -121,8 +396,7 @@ class BoundKN(BoundEditor):
                 f"embedding is 'input', but the input embeddings of {lm.name} have width "
                 f"{lm.embed.embedding_dim} and its states have {lm.width}; use embedding='output'"
             )
-        self.settings = settings
-        self.lm = lm
+        self.settings, self.lm = settings, lm
         self.prefixes = resolve_prefixes(lm, settings)
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
@@ -132,11 +406,10 @@ class BoundKN(BoundEditor):
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or its error."""
-
-        def edits(found: list[FoundNeurons]) -> list[Edit]:
-            return with_checks(self.lm, [self._edit([one]) for one in found])
-
-        return map_valid(self.find_neurons(facts, progress), edits)
+        return map_valid(
+            self.find_neurons(facts, progress),
+            lambda found: with_checks(self.lm, [self._edit([one]) for one in found]),
+        )
 
     def find_neurons(
         self, facts: Sequence[Fact], progress: Progress
@@ -155,10 +428,12 @@ class BoundKN(BoundEditor):
 
         return map_valid(requests, find)
 
-    # ---- tokens
-
     def _request(self, fact: Fact) -> NeuronRequest:
-        predicted = self._predicted(fact)
+        prompt, _ = encode_fact(self.lm, fact)
+        ids = torch.tensor([prompt.ids], device=self.lm.device)
+        with torch.no_grad():
+            state = self.lm.model.base_model(ids, use_cache=False).last_hidden_state[:, -1]
+            predicted = int(self.lm.head(state).argmax())
         target = self._object_ids(fact, fact.target)
         answer = (predicted,) if fact.old is None else self._object_ids(fact, fact.old)
         if fact.old is not None and answer == target:
@@ -166,35 +441,19 @@ class BoundKN(BoundEditor):
                 f"{fact.old!r} is both the old and the new object of {fact.text!r}; give another "
                 "new object"
             )
-        rows = []
-        for context in with_prefixes(fact, self.prefixes):
-            row = context_row(self.lm, context, answer, "last")
-            if self.settings.objective == "last-position":
-                end = row.positions[0]
-                row = TokenRow(row.ids[: end + 1], (end,) * len(answer), answer)
-            rows.append(row)
+        contexts = with_prefixes(fact, self.prefixes)
+        rows = tuple(context_row(self.lm, context, answer, "last") for context in contexts)
+        if self.settings.objective == "last-position":
+            rows = tuple(row.at_last_position() for row in rows)
         return NeuronRequest(
-            fact=fact, target=target, answer=answer, predicted=predicted, rows=tuple(rows)
+            fact=fact, target=target, answer=answer, predicted=predicted, rows=rows
         )
-
-    @torch.no_grad()
-    def _predicted(self, fact: Fact) -> int:
-        """The most likely token after the prompt."""
-        prompt, _ = encode_fact(self.lm, fact)
-        ids = torch.tensor([prompt.ids], device=self.lm.device)
-        state = self.lm.model.base_model(ids, use_cache=False).last_hidden_state[:, -1]
-        return int(self.lm.head(state).argmax())
 
     def _object_ids(self, fact: Fact, text: str | None) -> tuple[int, ...]:
         """The tokens of an object."""
-        if text is None or not text.strip():
-            return target_ids(self.lm, replace(fact, target=text))  # raises
-        if not self.settings.leading_space:
+        if text is not None and text.strip() and not self.settings.leading_space:
             return encode(self.lm, text.strip(), special=False).ids
-        prompt, _ = encode_fact(self.lm, fact)
-        return continuation_ids(self.lm, prompt, fact.text, text.strip())
-
-    # ---- steps 1 to 3: attribution and selection
+        return target_ids(self.lm, replace(fact, target=text))
 
     def _facts_per_pass(self, requests: Sequence[NeuronRequest]) -> int:
         """Facts per batch whose scores fit into memory beside the attribution; one on a CPU."""
@@ -217,20 +476,20 @@ class BoundKN(BoundEditor):
         )  # fmt: skip
         sizes = [request.readouts for request in requests]
         parts = zip(*(x.split(sizes) for x in vars(attributions).values()), strict=True)
-        return [
-            self._select(
-                request, NeuronAttributions(**dict(zip(vars(attributions), part, strict=True)))
-            )
-            for request, part in zip(requests, parts, strict=True)
-        ]
+        return [self._select(r, *part) for r, part in zip(requests, parts, strict=True)]
 
     def _select(
-        self, request: NeuronRequest, ig: NeuronAttributions
+        self,
+        request: NeuronRequest,
+        scores: Float[Tensor, "readout layer neuron"],
+        neurons: Float[Tensor, "readout layer neuron"],
+        gains: Float[Tensor, "readout layer"],
     ) -> FoundNeurons | FactscopeError:
-        """Steps 2 and 3 for one fact."""
+        """Steps 2 and 3 for one fact, given the fields of its `NeuronAttributions`."""
+        gap = (scores.sum(-1) - gains).abs().sum() / gains.abs().sum()
         # The answer has the same number of tokens in each context: average over them.
         contexts = len(request.rows)
-        scores, neurons = (x.unflatten(0, (contexts, -1)).mean(1) for x in (ig.scores, ig.neurons))
+        scores, neurons = (x.unflatten(0, (contexts, -1)).mean(1) for x in (scores, neurons))
         fact, kn = request.fact, self.settings
         answer = "the model's prediction" if fact.old is None else repr(fact.old)
         if not scores.isfinite().all():
@@ -246,40 +505,32 @@ class BoundKN(BoundEditor):
         selected, coarse = select_neurons(scores, kn.threshold, kn.context_fraction, kn.max_neurons)
         layer, number = selected.T
         means = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
-        gap = (ig.scores.sum(-1) - ig.gains).abs().sum() / ig.gains.abs().sum()
         return FoundNeurons(
             request=request,
             neurons=tuple(
                 Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
                 for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
             ),
-            coarse=tuple(coarse.sum(-1).float().mean(0).tolist()),
+            coarse=coarse.sum(-1).float().mean(0).tolist(),
             gap=gap.item(),
         )
 
-    # ---- step 4: the edit
-
     def _edit(self, found: Sequence[FoundNeurons]) -> Edit:
-        """One edit for all facts; its settings include the selected neurons."""
+        """Step 4: one edit for all facts; its settings include the selected neurons."""
         parts = [self._changes(one) for one in found]
         names = dict.fromkeys(name for part in parts for name in part)
-        return Edit(
-            changes={
+        return self.settings.new_edit(
+            self.lm,
+            {
                 name: reduce(add_changes, [part[name] for part in parts if name in part])
                 for name in names
             },
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=tuple(one.request.fact for one in found),
-            settings={
-                **self.settings.to_dict(),
-                "prefixes": self.prefixes,
-                "answers": [self.lm.tokenizer.decode(list(one.request.answer)) for one in found],
-                "neurons": [[dict(vars(neuron)) for neuron in one.neurons] for one in found],
-                "coarse": [list(one.coarse) for one in found],
-                "gaps": [one.gap for one in found],
-            },
+            [one.request.fact for one in found],
+            prefixes=self.prefixes,
+            answers=[self.lm.tokenizer.decode(list(one.request.answer)) for one in found],
+            neurons=[[asdict(neuron) for neuron in one.neurons] for one in found],
+            coarse=[one.coarse for one in found],
+            gaps=[one.gap for one in found],
         )
 
     def _changes(self, found: FoundNeurons) -> dict[str, Change]:
