@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from factscope.errors import BadSetting
-from factscope.report.figures.training import convergence_figure
+from factscope.report.training import convergence_figure
 from factscope.stats.second_moment import (
     cached_path,
     find_second_moment,

@@ -6,11 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from factscope.analysis.training import TrainingCurve
 from factscope.errors import BadRecord
 from factscope.records import TrainingRecord
-from factscope.report.figures.training import training_figure
-from factscope.report.training import training_page, training_table, training_to_dict
+from factscope.report.training import (
+    TrainingCurve,
+    training_figure,
+    training_page,
+    training_table,
+    training_to_dict,
+)
 
 SPEC = {"model": "m", "source": {"data": "zsre"}, "training": {"method": "ke", "lr": 0.25}}
 

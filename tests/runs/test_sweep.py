@@ -16,7 +16,7 @@ from factscope.analysis.sweep import Point, Sweep, grid_points, point_name
 from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
 from factscope.evaluation.protocols import Evaluation
 from factscope.records import read_case_records
-from factscope.report.figures.sweeps import sweep_figure
+from factscope.report.figures.evaluation import sweep_figure
 from factscope.report.style import save_figure
 from factscope.report.sweeps import all_points_table, sweep_table, sweep_to_dict, write_sweep_report
 from factscope.report.tables import as_csv, as_markdown

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from factscope.analysis.training import TrainingCurve
 from factscope.data.readers import read_cases
 from factscope.editing.hypernet import train as training_module
+from factscope.editing.hypernet.model import load_weights
 from factscope.editing.hypernet.settings import MendConfig
 from factscope.editing.hypernet.train import Trainer
-from factscope.editing.hypernet.weights import load_weights
 from factscope.editing.settings import Mend
 from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import TrainingRecord
+from factscope.report.training import TrainingCurve
 from factscope.runs import train as runs_module
 from factscope.runs.folder import WEIGHTS
 from factscope.runs.train import CHECKPOINT, FromCases, TrainRun

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from factscope.records import EditRecord, PromptChange, TraceRecord
+from factscope.records import EditRecord, TraceRecord
+from factscope.report.evaluations import highlight
 from factscope.report.figures.edits import before_after_figure, has_neurons, neurons_figure
 from factscope.report.html import embed_figure, render
 from factscope.report.labels import check_rows, display_token, mean_change, percent, weight_label
-from factscope.report.samples import highlight
-from factscope.report.tables import Cell, Table
+from factscope.report.tables import Table
 from factscope.report.traces import trace_values
 
 
@@ -25,13 +25,25 @@ def trace_and_edit_page(trace: TraceRecord, edit: EditRecord) -> str:
 
 def edit_values(record: EditRecord) -> dict[str, Any]:
     """What edit_body.html displays."""
-    before_after = before_after_figure(record)
+    own, objects = record.own, {"new": record.own.new, "true": record.own.old}
+    # Mean probabilities before and after, for the kinds of prompts that the record has.
+    changes = {
+        f"P({display_token(own.new)})": mean_change(record.of_kind("prompt"), "new"),
+        f"P({display_token(own.old or 'old')})": mean_change(record.of_kind("prompt"), "old"),
+        "P(new object), paraphrases": mean_change(record.of_kind("paraphrase"), "new"),
+        "P(old object), neighbours": mean_change(record.of_kind("neighbour"), "old"),
+    }
     neurons = neurons_figure(record) if has_neurons(record) else None
-    objects = {"new": record.own.new, "true": record.own.old}
     return {
         "record": record,
-        "numbers": _numbers(record),
-        "before_after": embed_figure(before_after, "Probabilities before and after the edit"),
+        "numbers": {
+            label: f"{percent(change[0])} → {percent(change[1])}"
+            for label, change in changes.items()
+            if change is not None
+        },
+        "before_after": embed_figure(
+            before_after_figure(record), "Probabilities before and after the edit"
+        ),
         "scores": scores_table(record),
         "generations": [
             {
@@ -41,25 +53,9 @@ def edit_values(record: EditRecord) -> dict[str, Any]:
             }
             for generation in record.generations
         ],
-        "checks": checks_table(record),
+        "checks": checks_table(record) if record.checks else None,
         "neurons": neurons and embed_figure(neurons, "Selected neurons by layer"),
         "changed_weights": [weight_label(weight) for weight in record.changed_weights],
-    }
-
-
-def _numbers(record: EditRecord) -> dict[str, str]:
-    """Mean probabilities before and after, for the kinds of prompts that the record has."""
-    old = record.own.old or "old"
-    changes = {
-        f"P({display_token(record.own.new)})": mean_change(record.of_kind("prompt"), "new"),
-        f"P({display_token(old)})": mean_change(record.of_kind("prompt"), "old"),
-        "P(new object), paraphrases": mean_change(record.of_kind("paraphrase"), "new"),
-        "P(old object), neighbours": mean_change(record.of_kind("neighbour"), "old"),
-    }
-    return {
-        label: f"{percent(change[0])} → {percent(change[1])}"
-        for label, change in changes.items()
-        if change is not None
     }
 
 
@@ -69,21 +65,18 @@ def scores_table(record: EditRecord) -> Table:
         "kind", "prompt", "new object", "before", "after", "old object", "before", "after",
         "top token before", "top token after",
     )  # fmt: skip
-    return Table("All prompts", columns, tuple(map(_score_cells, record.prompts)))
+    rows = []
+    for prompt in record.prompts:
+        sides = (prompt.before, prompt.after)
+        new = [percent(side.new) for side in sides]
+        old = ["–" if side.old is None else percent(side.old) for side in sides]
+        top = [f"{display_token(side.top)} ({percent(side.top_probability)})" for side in sides]
+        rows.append((prompt.kind, prompt.text, prompt.new, *new, prompt.old or "–", *old, *top))
+    return Table("All prompts", columns, tuple(rows))
 
 
-def _score_cells(prompt: PromptChange) -> tuple[Cell, ...]:
-    sides = (prompt.before, prompt.after)
-    new = [percent(side.new) for side in sides]
-    old = ["–" if side.old is None else percent(side.old) for side in sides]
-    top = [f"{display_token(side.top)} ({percent(side.top_probability)})" for side in sides]
-    return (prompt.kind, prompt.text, prompt.new, *new, prompt.old or "–", *old, *top)
-
-
-def checks_table(record: EditRecord) -> Table | None:
-    """The edit checks with their limits; None if the edit was not checked."""
-    if not record.checks:
-        return None
+def checks_table(record: EditRecord) -> Table:
+    """The edit checks with their limits."""
     rows = tuple(
         (check.name, check.value, check.limit, "passed" if check.passed else "failed")
         for check in check_rows(record.checks)

@@ -1,4 +1,5 @@
-"""Reports of evaluations: the paper's tables (Tables 1 and 4) with our rows and the published ones.
+"""Reports of evaluations: the paper's tables (Tables 1 and 4) with our rows and the published ones,
+and generated texts side by side (Figure 6).
 
 Cells are marked as in the paper: green for the highest value of a column, red for a clear failure.
 The paper does not define a clear failure. The rule here reproduces the red cells of its CounterFact
@@ -8,21 +9,24 @@ fluency, consistency or zsRE specificity below 95 % of the unedited model's.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+
+from matplotlib.figure import Figure
+from rich.text import Text
 
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.metrics import METRICS, Summary, summarize
+from factscope.analysis.metrics import METRICS, UNEDITED, Summary, summarize
 from factscope.analysis.published import published
-from factscope.errors import BadRecord
+from factscope.errors import BadRecord, BadSetting
+from factscope.facts import Fact
 from factscope.records import CaseRecord
 from factscope.report.figures.evaluation import distributions_figure, scores_figure
-from factscope.report.html import embed_figure, render
-from factscope.report.labels import base_method, dataset_name, row_name
-from factscope.report.samples import Samples, collect_samples
-from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
-from factscope.report.write import write_figure, write_texts
+from factscope.report.html import embed_figure, render, write_files
+from factscope.report.labels import base_method, group_title, printable, row_name
+from factscope.report.tables import Cell, Mark, Score, Table, as_csv, as_latex, as_markdown
 
 COLUMNS = (
     "S", "ES", "EM", "PS", "PM", "NS", "NM", "GE", "RS",
@@ -70,58 +74,50 @@ def write_evaluation_report(
         raise BadRecord("there are no scores to report on; evaluate some cases first")
     samples = collect_samples(records, cases)
     tables = evaluation_tables(rows, include_published=include_published)
-    every_metric = all_metrics_table(rows, include_published=include_published)
-    texts = {
-        "index.html": evaluation_page(title, rows, samples, include_published=include_published),
-        "table.md": "\n".join(map(as_markdown, tables)),
-        "table.tex": "\n".join(map(as_latex, tables)),
-        "table.csv": as_csv(every_metric),
-    }
-    files = write_texts(folder, texts)
+    files: list[tuple[str, str | Figure]] = [
+        ("index.html", evaluation_page(title, rows, samples, include_published=include_published)),
+        ("table.md", "\n".join(map(as_markdown, tables))),
+        ("table.tex", "\n".join(map(as_latex, tables))),
+        ("table.csv", as_csv(all_metrics_table(rows, include_published=include_published))),
+    ]
     for group in by_model_and_data(rows):
         model, data = group[0].model, group[0].data
         name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{data}-{model}").strip("-.")
         scores = scores_figure(with_published(group) if include_published else group)
-        files += write_figure(scores, folder / f"scores-{name}")
+        files.append((f"scores-{name}", scores))
         if any(row.edited and row.metrics for row in group):
-            spread = distributions_figure(
-                [r for r in records if (r.model, r.data) == (model, data)]
-            )
-            files += write_figure(spread, folder / f"spread-{name}")
-    return files
+            ours = [record for record in records if (record.model, record.data) == (model, data)]
+            files.append((f"spread-{name}", distributions_figure(ours)))
+    return write_files(folder, files)
 
 
 def evaluation_page(
     title: str,
     rows: Sequence[Summary],
-    samples: Sequence[Samples],
+    samples: Sequence["Samples"],
     *,
     include_published: bool = True,
 ) -> str:
     """The page: tables and a figure for each model and data set, then the generated texts."""
-    return render(
-        "evaluation.html",
-        title=title,
-        models=", ".join(dict.fromkeys(row.model for row in rows)),
-        groups=[_group_values(group, include_published) for group in by_model_and_data(rows)],
-        samples=samples,
-    )
-
-
-def _group_values(group: Sequence[Summary], include_published: bool) -> dict[str, Any]:
-    name = _title(group[0])
-    edits = [row for row in group if row.edited]
-    figure = scores_figure(with_published(group) if include_published else group)
-    return {
-        "name": name,
-        "numbers": {
+    groups = []
+    for group in by_model_and_data(rows):
+        name, edits = group_title(group), [row for row in group if row.edited]
+        figure = scores_figure(with_published(group) if include_published else group)
+        numbers = {
             "cases": max(row.cases for row in group),
             "methods": len({row.method for row in edits}),
             "failed edits": sum(row.failed for row in edits),
-        },
-        "tables": evaluation_tables(group, include_published=include_published),
-        "figure": embed_figure(figure, f"Scores of each method: {name}"),
-    }
+        }
+        groups.append(
+            {
+                "name": name,
+                "numbers": numbers,
+                "tables": evaluation_tables(group, include_published=include_published),
+                "figure": embed_figure(figure, f"Scores of each method: {name}"),
+            }
+        )
+    models = ", ".join(dict.fromkeys(row.model for row in rows))
+    return render("evaluation.html", title=title, models=models, groups=groups, samples=samples)
 
 
 # ---- rows
@@ -172,11 +168,15 @@ def metrics_table(rows: Sequence[Summary]) -> Table:
     """The paper's table for one model and data set."""
     names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
     arrows = (f"{name} {'↓' if name in LOWER_IS_BETTER else '↑'}" for name in names)
-    ours = next((row for row in rows if not row.published), rows[0])
+
+    def score(row: Summary, name: str) -> Score:
+        value = row.metrics.get(name, UNMEASURED)
+        return Score(value, cell_mark(row, name, rows) if value.n and row.edited else None)
+
     return Table(
-        _title(ours),
+        group_title(rows),
         ("editor", "cases", "failed", *arrows),
-        tuple((*_head(row), *(_score(row, name, rows) for name in names)) for row in rows),
+        tuple((*_head(row), *(score(row, name) for name in names)) for row in rows),
         note=f"{NOTE} {FAILED_NOTE}" if any(row.failed for row in rows) else NOTE,
         rules=_rules(rows),
     )
@@ -185,7 +185,7 @@ def metrics_table(rows: Sequence[Summary]) -> Table:
 def exact_match_table(rows: Sequence[Summary]) -> Table:
     """How often every token of the correct object is the most likely one."""
     return Table(
-        f"Exact match: {_title(rows[0])}",
+        f"Exact match: {group_title(rows)}",
         ("editor", "cases", "failed", *(f"{name} ↑" for name in EXACT_MATCHES.values())),
         tuple(
             (*_head(row), *(Score(row.metrics.get(name, UNMEASURED)) for name in EXACT_MATCHES))
@@ -199,11 +199,8 @@ def exact_match_table(rows: Sequence[Summary]) -> Table:
 
 def all_metrics_table(rows: Iterable[Summary], *, include_published: bool = True) -> Table:
     """All rows and metrics in one table for CSV, as fractions and bits."""
-    rows = [
-        row
-        for group in by_model_and_data(rows)
-        for row in (with_published(group) if include_published else group)
-    ]
+    groups = by_model_and_data(rows)
+    rows = [r for g in groups for r in (with_published(g) if include_published else g)]
     names = [n for n in ("S", *METRICS, "drawdown") if any(n in row.metrics for row in rows)]
     columns = ("model", "data", "method", "protocol", "phase", "source", "cases", "failed", *names)
     cells = tuple(
@@ -217,26 +214,16 @@ def all_metrics_table(rows: Iterable[Summary], *, include_published: bool = True
     return Table("All metrics", columns, cells)
 
 
-def is_failure(name: str, value: float, unedited: float | None) -> bool:
-    """Whether a metric's value is a clear failure, by the rule of this module."""
-    if name in RATES:
-        return value < 0.5
-    if name in MAGNITUDES:
-        return value < 0
-    return name in PRESERVED and unedited is not None and value < 0.95 * unedited
+def cell_mark(row: Summary, name: str, rows: Sequence[Summary]) -> Mark:
+    """The mark of a metric's cell, by the rule of this module.
 
-
-def _score(row: Summary, name: str, rows: Sequence[Summary]) -> Score:
-    value = row.metrics.get(name, UNMEASURED)
-    return Score(value, _mark(row, name, rows) if value.n and row.edited else None)
-
-
-def _mark(row: Summary, name: str, rows: Sequence[Summary]) -> Literal["best", "failure"] | None:
-    """Mark a cell; rows compete with those of the same source, protocol and phase, if any."""
+    Rows compete with those of the same source, protocol and phase, if any.
+    """
     measured = [r for r in rows if name in r.metrics and r.published == row.published]
     unedited = next((r.metrics[name].mean for r in measured if not r.edited), None)
     value = row.metrics[name].mean
-    if is_failure(name, value, unedited):
+    lowered = name in PRESERVED and unedited is not None and value < 0.95 * unedited
+    if (name in RATES and value < 0.5) or (name in MAGNITUDES and value < 0) or lowered:
         return "failure"
     rivals = [
         r.metrics[name].mean
@@ -247,10 +234,6 @@ def _mark(row: Summary, name: str, rows: Sequence[Summary]) -> Literal["best", "
     return "best" if best else None
 
 
-def _title(row: Summary) -> str:
-    return f"{dataset_name(row.data)}, {row.model}"
-
-
 def _head(row: Summary) -> tuple[Cell, ...]:
     return row_name(row), row.cases, row.failed if row.edited and not row.published else None
 
@@ -259,3 +242,169 @@ def _rules(rows: Sequence[Summary]) -> tuple[int, ...]:
     """A rule below the rows of the unedited model."""
     unedited = [i for i, row in enumerate(rows) if not row.edited]
     return (unedited[-1],) if unedited and len(unedited) < len(rows) else ()
+
+
+# ---- generated texts
+
+TERMINAL_STYLES = {
+    "new": ("*", "bold green"),
+    "true": ("~", "yellow"),
+    "reference": ("", "underline"),
+    "opening": ("", "italic"),
+    "": ("", ""),
+}
+"""How segments are printed: the sign around them, and their style."""
+MIN_REFERENCE_WORD = 4
+"""Shorter words of a reference text are not highlighted: they occur in any text."""
+
+Segment = tuple[str, str]
+"""A part of a text, and what it is: "new" or "true" (the objects), "reference" (a word of a
+reference text), "opening", or "" for other text."""
+
+
+def highlight(
+    text: str,
+    *,
+    new: str | None,
+    true: str | None,
+    reference_words: Collection[str] = (),
+    opening: int = 0,
+) -> list[Segment]:
+    """Split a text into segments; its first `opening` characters are the opening.
+
+    Objects are found as whole words in upper or lower case; `reference_words` are in lower case.
+    """
+    objects = {"true": true, "new": new}  # where both are the same, "new" overwrites "true"
+    kinds = {o.strip().casefold(): kind for kind, o in objects.items() if o and o.strip()}
+    # The longer object first, so that "New York City" is not found as "New York".
+    either = "|".join(re.escape(word) for word in sorted(kinds, key=len, reverse=True))
+    parts = re.split(rf"(?i)(?<!\w)({either})(?!\w)" if either else "(?!)()", text[opening:])
+    segments: list[Segment] = [(text[:opening], "opening")]
+    for i, part in enumerate(parts):
+        if i % 2:  # re.split returns the text between objects at even indices, objects at odd ones
+            # Case-insensitive matching and casefold() differ for a few characters, such as "ı".
+            segments.append((part, kinds.get(part.casefold(), "new")))
+        elif reference_words:
+            segments += [
+                (word, "reference" if word.casefold() in reference_words else "")
+                for word in re.split(r"(\w+)", part)
+            ]
+        else:
+            segments.append((part, ""))
+    return [segment for segment in segments if segment[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The generated texts of a case."""
+
+    fact: Fact
+    true: str | None
+    model: str
+    texts: Mapping[str, tuple[str, ...]]
+    """Column name ("before", then each method) → texts, in the order of the generation prompts."""
+    reference_words: frozenset[str] = frozenset()
+    """Words of reference texts, in lower case."""
+
+    def highlight(self, text: str, opening: int = 0) -> list[Segment]:
+        """One of the texts in segments."""
+        return highlight(
+            text, new=self.fact.target, true=self.true, reference_words=self.reference_words,
+            opening=opening,
+        )  # fmt: skip
+
+    def highlighted_rows(self) -> list[dict[str, list[Segment]]]:
+        """For each generation prompt: column name → text in segments."""
+        rows = []
+        for i in range(max(map(len, self.texts.values()), default=0)):
+            row = {name: texts[i] for name, texts in self.texts.items() if i < len(texts)}
+            opening = shared_opening_length(list(row.values()))
+            rows.append({name: self.highlight(text, opening) for name, text in row.items()})
+        return rows
+
+
+def shared_opening_length(texts: Sequence[str]) -> int:
+    """The length of the opening that the texts share, cut at the end of a word.
+
+    It is 0 where one text is a prefix of all others: then it is unknown where the opening ends.
+    """
+    equal = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    shared = texts[0][: sum(1 for _ in equal)]
+    if len(shared) == min(map(len, texts)):
+        return 0
+    if any(text[len(shared) : len(shared) + 1].isalnum() for text in texts):
+        shared = re.sub(r"\w+$", "", shared)
+    return len(shared.rstrip())
+
+
+def collect_samples(
+    records: Iterable[CaseRecord],
+    cases: Sequence[str] | None = None,
+    *,
+    count: int = 3,
+    reference: Mapping[str, Collection[str]] | None = None,
+) -> list[Samples]:
+    """The texts of the cases with these ids; by default of the first `count` cases with texts.
+
+    `reference` maps ids of cases to reference texts whose words are highlighted.
+    """
+    groups: dict[tuple[str, Fact], list[CaseRecord]] = {}
+    for record in records:
+        if any(scores is not None and scores.texts for scores in (record.before, record.after)):
+            groups.setdefault((record.model, record.fact), []).append(record)
+    chosen = list(groups.values())
+    if cases is None:
+        chosen = chosen[:count]
+    else:
+        ids = list(dict.fromkeys(fact.id for _, fact in groups))
+        if unknown := [case for case in cases if case not in ids]:
+            known = ", ".join(map(str, ids[:10])) or "none"
+            raise BadSetting(f"no texts of case {unknown[0]!r}; cases with texts: {known}")
+        chosen = [group for group in chosen if group[0].fact.id in cases]
+        chosen.sort(key=lambda group: list(cases).index(group[0].fact.id or ""))
+    return [_samples(group, (reference or {}).get(group[0].fact.id or "", ())) for group in chosen]
+
+
+def _samples(records: Sequence[CaseRecord], reference: Iterable[str]) -> Samples:
+    """The texts of one case before its edit and after each of its records."""
+    scored = [("before", record.before) for record in records]
+    scored += [
+        ("before" if record.method == UNEDITED else row_name(record), record.after)
+        for record in records
+    ]
+    texts: dict[str, tuple[str, ...]] = {}
+    for name, scores in scored:
+        if scores and scores.texts:
+            texts.setdefault(name, scores.texts)
+    words = re.findall(r"\w+", " ".join(reference))
+    return Samples(
+        fact=records[0].fact,
+        true=records[0].true,
+        model=records[0].model,
+        texts=texts,
+        reference_words=frozenset(w.casefold() for w in words if len(w) >= MIN_REFERENCE_WORD),
+    )
+
+
+def samples_text(samples: Samples) -> Text:
+    """The texts one below the other for the terminal: *new object*, ~true object~."""
+
+    def styled(text: str, kind: str) -> tuple[str, str]:
+        sign, style = TERMINAL_STYLES[kind]
+        return f"{sign}{printable(text)}{sign}", style
+
+    fact = samples.fact
+    case = f"case {fact.id}, {samples.model}: " if fact.id else f"{samples.model}: "
+    output = Text.assemble(
+        (printable(f"{case}{fact.text} "), "bold"),
+        styled(samples.true or "?", "true"),
+        " → ",
+        styled(fact.target or "?", "new"),
+    )
+    for row in samples.highlighted_rows():
+        output.append("\n")
+        for name, segments in row.items():
+            output.append(f"\n{printable(name)}\n", style="dim")
+            for segment in segments:
+                output.append(*styled(*segment))
+    return output.append("\n")

@@ -1,23 +1,33 @@
-"""HTML pages from jinja2 templates; every page is one self-contained file.
+"""HTML pages from jinja2 templates, and the files of a report: pages, tables and figures.
 
-Figures, style and script are embedded, and the content security policy of the page blocks all
-requests. The environment makes control characters visible and escapes HTML in every value, so
-texts from records need no escaping in the templates.
+Every page is one self-contained file: figures, style and script are embedded, and the content
+security policy of the page blocks all requests. The environment makes control characters visible
+and escapes HTML in every value, so texts from records need no escaping in the templates.
 """
 
 import base64
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from factscope.io import write_atomic
 from factscope.report.labels import display_token, flatten_settings, printable, setting_text
 from factscope.report.style import figure_bytes
-from factscope.report.tables import cell_mark, cell_text, is_text_column
+from factscope.report.tables import (
+    Table,
+    as_csv,
+    as_latex,
+    as_markdown,
+    cell_mark,
+    cell_text,
+    is_text_column,
+)
 
 FIGURE_DPI, CSS_DPI = 180, 100
 """Resolution of an embedded PNG, and CSS pixels per inch of the figure."""
@@ -31,10 +41,16 @@ def render(template: str, **values: Any) -> str:
 @cache
 def environment() -> Environment:
     """The jinja2 environment: templates, filters, and automatic escaping of every value."""
+
+    def finalize(value: Any) -> Any:
+        """Applied to every value before it is escaped; Markup is inserted as it is."""
+        plain = isinstance(value, str) and not isinstance(value, Markup)
+        return printable(value) if plain else value
+
     environment = Environment(
         loader=PackageLoader("factscope.report"),
         autoescape=True,
-        finalize=_printable_value,
+        finalize=finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,11 +64,6 @@ def environment() -> Environment:
     return environment
 
 
-def _printable_value(value: Any) -> Any:
-    """Applied by jinja2 to every value before it is escaped; Markup is inserted as it is."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
 def multiline(text: str) -> Markup:
     """The text, escaped, with its line breaks preserved."""
     return Markup("\n").join(escape(printable(line)) for line in text.split("\n"))
@@ -64,24 +75,35 @@ def asset(name: str) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class EmbeddedFigure:
-    """A figure as a PNG within the page."""
-
-    source: str
-    """Data URI of the PNG."""
-    width: int
-    """In CSS pixels."""
-    description: str
-    """Alternative text."""
-
-
-def embed_figure(fig: Figure, description: str) -> EmbeddedFigure:
-    """Draw the figure for embedding in a page."""
+def embed_figure(fig: Figure, description: str) -> dict[str, Any]:
+    """The figure for the macro `figure`: a PNG, its width in CSS pixels, its alternative text."""
     source = image_uri(figure_bytes(fig, "png", FIGURE_DPI))
-    return EmbeddedFigure(source, round(CSS_DPI * fig.get_figwidth()), description)
+    width = round(CSS_DPI * fig.get_figwidth())
+    return {"source": source, "width": width, "description": description}
 
 
 def image_uri(png: bytes) -> str:
     """A PNG as a data URI."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def write_files(folder: Path, files: Iterable[tuple[str, str | Table | Figure]]) -> list[Path]:
+    """Write texts by file name, and tables and figures by name in all their formats.
+
+    A table becomes Markdown, LaTeX and CSV, a figure PNG and PDF. Each file is written completely
+    or not at all.
+    """
+    paths: list[Path] = []
+    for name, content in files:
+        parts: dict[str, str | bytes]
+        if isinstance(content, str):
+            parts = {name: content}
+        elif isinstance(content, Table):
+            formats = {"md": as_markdown, "tex": as_latex, "csv": as_csv}
+            parts = {f"{name}.{kind}": convert(content) for kind, convert in formats.items()}
+        else:
+            parts = {f"{name}.{kind}": figure_bytes(content, kind) for kind in ("png", "pdf")}
+        for file, data in parts.items():
+            write_atomic(folder / file, data)
+            paths.append(folder / file)
+    return paths

@@ -15,8 +15,7 @@ from typing import Any
 from factscope.analysis.metrics import UNEDITED, Summary
 from factscope.analysis.preferences import Interval, Preference
 from factscope.analysis.sweep import NO_BOUND, Setting, Sweep
-from factscope.analysis.training import TrainingCurve
-from factscope.records import ChangedWeight, PromptChange, TraceRecord
+from factscope.records import CaseRecord, ChangedWeight, PromptChange, TraceRecord
 
 # ---- texts and tokens
 
@@ -151,27 +150,23 @@ class CheckRow:
 
 
 def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
-    """The edit checks of a record."""
+    """The edit checks of a record, in which numbers that are not finite are null."""
+
+    def number(x: float | None) -> str:
+        return "not finite" if x is None else f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
+
     limits = checks["limits"]
     if (factor := checks["division_factor"]) is not None:
-        minimum = limits["division_factor"]
-        yield CheckRow(
-            "division factor", f"{factor:.3g}", f"at least {minimum:g}", factor >= minimum
-        )
-    # Numbers that are not finite are null in a record.
-    norm, maximum = checks["update_norm"], limits["update_norm"]
-    passed = norm is not None and norm <= maximum
-    yield CheckRow("update norm ‖ΔW‖ / ‖W‖", _number(norm), f"at most {maximum:g}", passed)
-    growth, maximum = checks["perplexity_growth"], limits["perplexity"]
-    passed = growth is not None and growth <= maximum
-    before, after = _number(checks["perplexity_before"]), _number(checks["perplexity_after"])
-    value = f"{before} → {after}, × {_number(growth)}"
-    yield CheckRow("perplexity of unrelated text", value, f"at most × {maximum:g}", passed)
-
-
-def _number(x: float | None) -> str:
-    """A number with three digits; None, which stands for NaN and infinity, as "not finite"."""
-    return "not finite" if x is None else f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
+        least = limits["division_factor"]
+        yield CheckRow("division factor", f"{factor:.3g}", f"at least {least:g}", factor >= least)
+    norm, most = checks["update_norm"], limits["update_norm"]
+    passed = norm is not None and norm <= most
+    yield CheckRow("update norm ‖ΔW‖ / ‖W‖", number(norm), f"at most {most:g}", passed)
+    growth, most = checks["perplexity_growth"], limits["perplexity"]
+    passed = growth is not None and growth <= most
+    before, after = number(checks["perplexity_before"]), number(checks["perplexity_after"])
+    value = f"{before} → {after}, × {number(growth)}"
+    yield CheckRow("perplexity of unrelated text", value, f"at most × {most:g}", passed)
 
 
 def weight_label(weight: ChangedWeight) -> str:
@@ -214,8 +209,6 @@ METRIC_TITLES = {
     "specificity": "Specificity (%)",
 }
 """Panel titles."""
-PHASE_LABELS = {"edit": "after its edit", "end": "after all edits"}
-"""When a case of a sequence of edits is scored."""
 
 
 def dataset_name(data: str) -> str:
@@ -234,14 +227,20 @@ def base_method(method: str) -> str:
     return re.split(r"[ ,(]", method, maxsplit=1)[0]
 
 
-def row_name(summary: Summary) -> str:
-    """Label of a summary's row in tables and figures: "ROME, sequential, after all edits"."""
-    parts = [editor_name(summary.method)]
-    if summary.protocol != "single":
-        parts.append(summary.protocol)
-    if summary.protocol == "sequential":
-        parts.append(PHASE_LABELS[summary.phase])
-    if summary.published:
+def group_title(rows: Sequence[Summary]) -> str:
+    """Data set and model of rows that differ in neither; published rows may spell it otherwise."""
+    row = next((row for row in rows if not row.published), rows[0])
+    return f"{dataset_name(row.data)}, {row.model}"
+
+
+def row_name(row: Summary | CaseRecord) -> str:
+    """Label in tables and figures: "ROME, sequential, after all edits"."""
+    parts = [editor_name(row.method)]
+    if row.protocol != "single":
+        parts.append(row.protocol)
+    if row.protocol == "sequential":
+        parts.append({"edit": "after its edit", "end": "after all edits"}[row.phase])
+    if isinstance(row, Summary) and row.published:
         parts.append("published")
     return ", ".join(parts)
 
@@ -255,11 +254,6 @@ TOKEN_NAMES = {
     "after-subject": "first token after the subject",
     "last": "last token",
 }
-
-
-def axis_name(axis: str) -> str:
-    """Label of a sweep's axis."""
-    return AXIS_NAMES.get(axis, axis)
 
 
 def setting_name(axis: str, value: Setting) -> str:
@@ -315,13 +309,7 @@ def ratio_number(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
-# ---- training and settings
-
-
-def training_title(curve: TrainingCurve) -> str:
-    """Method, data set, model and number of steps."""
-    data = dataset_name(curve.data)
-    return f"{editor_name(curve.method)} trained on {data}, {curve.model}, {curve.steps} steps"
+# ---- settings
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

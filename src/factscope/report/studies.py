@@ -14,9 +14,9 @@ from typing import Any
 from factscope.analysis.metrics import UNEDITED
 from factscope.analysis.preferences import Interval, Preference, Vote, preferences
 from factscope.errors import BadStudy
-from factscope.extras.study import ANSWERS_KIND, Item, Study
-from factscope.report.figures.studies import preferences_figure
-from factscope.report.html import asset, embed_figure, render
+from factscope.extras.study import ANSWERS_KIND, Study
+from factscope.report.figures.evaluation import preferences_figure
+from factscope.report.html import asset, embed_figure, render, write_files
 from factscope.report.labels import (
     QUESTION_LABELS,
     dataset_name,
@@ -25,8 +25,7 @@ from factscope.report.labels import (
     ratio_number,
     ratio_text,
 )
-from factscope.report.tables import Cell, Table, as_csv, as_latex, as_markdown
-from factscope.report.write import write_figure, write_texts
+from factscope.report.tables import Table, as_csv, as_latex, as_markdown
 
 FORM_TITLE = "Which text is better?"
 COMPARATIVES = {"consistent": "more consistent", "fluent": "more fluent"}
@@ -75,22 +74,30 @@ def write_study_report(study: Study, votes: Sequence[Vote], folder: Path) -> lis
     if not results:
         raise BadStudy("nobody answered a question; there is nothing to count")
     table = preference_table(results)
-    texts = {
-        "index.html": study_page(study, votes),
-        "preferences.md": as_markdown(table),
-        "preferences.tex": as_latex(table),
-        "preferences.csv": as_csv(all_preferences_table(results)),
-    }
-    return [
-        *write_texts(folder, texts),
-        *write_figure(preferences_figure(results), folder / "preferences"),
+    files = [
+        ("index.html", study_page(study, votes)),
+        ("preferences.md", as_markdown(table)),
+        ("preferences.tex", as_latex(table)),
+        ("preferences.csv", as_csv(all_preferences_table(results))),
+        ("preferences", preferences_figure(results)),
     ]
+    return write_files(folder, files)
 
 
 def study_page(study: Study, votes: Sequence[Vote]) -> str:
     """The page: the preferences as sentences, figure and table, then the rated texts."""
     results = preferences(votes)
     decided, left = sum(result.votes for result in results), sum(result.left for result in results)
+
+    items = []
+    for item in study.items:
+        cast = [v for v in votes if v.case == item.case and set(v.pair) == set(item.methods)]
+        texts = [
+            {"method": editor_name(method), "votes": _count(cast, method), "text": text}
+            for method, text in zip(item.methods, item.texts, strict=True)
+        ]
+        values = {"statement": item.statement, "case": item.case, "ties": _count(cast, None)}
+        items.append({**values, "texts": texts})
     return render(
         "study.html",
         title=f"Human evaluation: {', '.join(map(editor_name, study.methods))}",
@@ -107,22 +114,8 @@ def study_page(study: Study, votes: Sequence[Vote]) -> str:
         sentences=[preference_sentence(result) for result in results],
         figure=embed_figure(preferences_figure(results), "Votes for each method"),
         table=preference_table(results),
-        items=[_item_values(item, votes) for item in study.items],
+        items=items,
     )
-
-
-def _item_values(item: Item, votes: Sequence[Vote]) -> dict[str, Any]:
-    """A pair of texts with their methods and votes."""
-    votes = [v for v in votes if v.case == item.case and set(v.pair) == set(item.methods)]
-    return {
-        "statement": item.statement,
-        "case": item.case,
-        "ties": _count(votes, None),
-        "texts": [
-            {"method": editor_name(method), "votes": _count(votes, method), "text": text}
-            for method, text in zip(item.methods, item.texts, strict=True)
-        ],
-    }
 
 
 def _count(votes: Sequence[Vote], chosen: str | None) -> str:
@@ -132,7 +125,10 @@ def _count(votes: Sequence[Vote], chosen: str | None) -> str:
 
 def preference_sentence(preference: Preference) -> str:
     """A preference in the form in which the paper states it."""
-    first, second = map(_method_name, preference.pair)
+    first, second = (
+        "the unedited model" if method == UNEDITED else editor_name(method)
+        for method in preference.pair
+    )
     comparative = COMPARATIVES[preference.question]
     if not preference.votes:
         return f"No rater found {first} or {second} {comparative} ({preference.ties} ties)."
@@ -147,10 +143,6 @@ def preference_sentence(preference: Preference) -> str:
         f"{wins[0]} votes against {wins[1]}, {preference.ties} ties."
     )
     return sentence[0].upper() + sentence[1:]
-
-
-def _method_name(method: str) -> str:
-    return "the unedited model" if method == UNEDITED else editor_name(method)
 
 
 def _inverse(ratio: float) -> float:
@@ -177,15 +169,14 @@ def all_preferences_table(results: Sequence[Preference]) -> Table:
     columns = ("question", "A", "B", "votes for A", "votes for B", "ties", "fraction for A", "low",
                "high", "ratio", "ratio low", "ratio high", "independent low", "independent high",
                "effective votes", "chosen on the left", "raters", "cases", "agreement")  # fmt: skip
-    return Table("Preferences", columns, tuple(map(_preference_cells, results)))
-
-
-def _preference_cells(result: Preference) -> tuple[Cell, ...]:
-    ratios = (result.ratio, result.ratio_interval.low, result.ratio_interval.high)
-    return (
-        result.question, *result.pair, *result.wins, result.ties,
-        result.fraction, result.interval.low, result.interval.high,
-        *(None if math.isinf(ratio) else ratio for ratio in ratios),
-        result.independent_interval.low, result.independent_interval.high, result.effective,
-        result.left, result.raters, result.cases, result.agreement,
-    )  # fmt: skip
+    rows = []
+    for result in results:
+        ratios = (result.ratio, result.ratio_interval.low, result.ratio_interval.high)
+        rows.append((
+            result.question, *result.pair, *result.wins, result.ties,
+            result.fraction, result.interval.low, result.interval.high,
+            *(None if math.isinf(ratio) else ratio for ratio in ratios),
+            result.independent_interval.low, result.independent_interval.high, result.effective,
+            result.left, result.raters, result.cases, result.agreement,
+        ))  # fmt: skip
+    return Table("Preferences", columns, tuple(rows))

@@ -9,7 +9,6 @@ import io
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from matplotlib.ticker import PercentFormatter
 
 from factscope.errors import BadSetting
 from factscope.io import write_atomic
+from factscope.report.labels import KIND_STYLES
 
 SMALL, MEDIUM = 7.5, 9.0
 """Font sizes."""
@@ -56,53 +56,50 @@ def literal_text() -> dict[str, Any]:
 # ---- heat maps
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeatMap:
-    """A heat map of tokens or token roles (rows) by layers (columns)."""
+def draw_heatmap(
+    ax: Axes,
+    cells: Float[np.ndarray, "rows layers"],
+    row_labels: Sequence[str],
+    *,
+    kind: str,
+    low: float,
+    high: float,
+    title: str,
+    xlabel: str,
+    colorbar_label: str,
+) -> None:
+    """Draw tokens or token roles from top to bottom and layers from left to right.
 
-    cells: Float[np.ndarray, "rows layers"]
-    """NaN where nothing was measured."""
-    row_labels: Sequence[str]
-    colormap: str
-    low: float
-    """Value of the lightest colour."""
-    high: float
-    """Value of the darkest colour."""
-    title: str
-    xlabel: str
-    colorbar_label: str
-
-
-def highest_cell(cells: Float[np.ndarray, "rows layers"], low: float) -> float:
-    """The highest measured cell, as the value of the darkest colour; a little above `low`."""
-    return float(np.max(cells, initial=low + 1e-3, where=~np.isnan(cells)))
-
-
-def draw_heatmap(ax: Axes, heatmap: HeatMap, *, row_labels: bool = True) -> None:
-    """Draw rows from top to bottom and layers from left to right."""
-    rows, layers = heatmap.cells.shape
+    The colours are those of the kind of restoration, the lightest at `low`, the darkest at `high`.
+    Cells that are NaN were not measured.
+    """
+    rows, layers = cells.shape
     ax.set_facecolor(UNMEASURED)
     mesh = ax.pcolormesh(
-        np.ma.masked_invalid(heatmap.cells),
-        cmap=heatmap.colormap,
-        vmin=heatmap.low,
-        vmax=heatmap.high,
-        rasterized=heatmap.cells.size > 4000,  # keeps vector files small
+        np.ma.masked_invalid(cells),
+        cmap=KIND_STYLES[kind].colormap,
+        vmin=low,
+        vmax=high,
+        rasterized=cells.size > 4000,  # keeps vector files small
     )
     ax.invert_yaxis()
-    labels = heatmap.row_labels if row_labels else [""] * rows
-    ax.set_yticks(np.arange(rows) + 0.5, labels, fontsize=SMALL, **literal_text())
+    ax.set_yticks(np.arange(rows) + 0.5, row_labels, fontsize=SMALL, **literal_text())
     ticks = layer_ticks(layers)
     ax.set_xticks(np.array(ticks) + 0.5, [str(t) for t in ticks], fontsize=SMALL)
     ax.tick_params(length=2, width=0.5)
-    ax.set_title(heatmap.title, fontsize=MEDIUM, **literal_text())
-    ax.set_xlabel(heatmap.xlabel, fontsize=SMALL, **literal_text())
+    ax.set_title(title, fontsize=MEDIUM, **literal_text())
+    ax.set_xlabel(xlabel, fontsize=SMALL, **literal_text())
     for spine in ax.spines.values():
         spine.set_linewidth(0.5)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.02, aspect=16)
     bar.outline.set_linewidth(0.5)
     bar.ax.tick_params(labelsize=SMALL, length=2, width=0.5)
-    bar.ax.set_ylabel(heatmap.colorbar_label, fontsize=SMALL, **literal_text())
+    bar.ax.set_ylabel(colorbar_label, fontsize=SMALL, **literal_text())
+
+
+def highest_cell(cells: Float[np.ndarray, "rows layers"], low: float) -> float:
+    """The highest measured cell, as the value of the darkest colour; a little above `low`."""
+    return float(np.max(cells, initial=low + 1e-3, where=~np.isnan(cells)))
 
 
 # ---- axes
@@ -122,11 +119,12 @@ def label_layers(ax: Axes, layers: int, label: str) -> None:
     ax.set_xlabel(label, fontsize=MEDIUM, **literal_text())
 
 
-def style_axes(ax: Axes) -> None:
-    """Axes of a line or bar plot: no box, a line at zero."""
+def style_axes(ax: Axes, *, zero: bool = True) -> None:
+    """Axes of a line or bar plot: no box and, unless `zero` is False, a line at zero."""
     ax.spines[["top", "right"]].set_visible(False)
-    ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
-    ax.tick_params(labelsize=SMALL, length=2, width=0.5)
+    ax.tick_params(labelsize=SMALL, length=2, width=0.5, which="both")
+    if zero:
+        ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
 
 
 def percent_rows(ax: Axes, rows: int, label: str) -> None:

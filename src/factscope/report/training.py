@@ -1,19 +1,25 @@
-"""The report of a training run: tables, a figure and a page in one folder."""
+"""The learning curve of a hypernetwork: its evaluations on the validation examples, as a report.
+
+`convergence_figure` draws how the estimate of second moments converges.
+"""
 
 import math
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.training import TrainingCurve
-from factscope.io import write_atomic
+from factscope.errors import BadRecord, BadSetting
 from factscope.records import TrainingRecord
-from factscope.report.figures.training import training_figure
-from factscope.report.html import embed_figure, render
-from factscope.report.labels import dataset_name, editor_name, training_title
-from factscope.report.tables import Cell, Marked, Score, Table, as_csv, as_latex, as_markdown
-from factscope.report.write import write_figure
+from factscope.report.html import embed_figure, render, write_files
+from factscope.report.labels import dataset_name, editor_name
+from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text, style_axes
+from factscope.report.tables import Marked, Score, Table, as_csv, as_latex, as_markdown
 
 COLUMNS = (
     "step", "minutes", "loss ↓", "edit accuracy ↑", "rephrase accuracy ↑", "locality accuracy ↑",
@@ -23,33 +29,123 @@ NOTE = (
     "Means over the validation examples; accuracies in percent. "
     "Marked: the evaluation with the lowest loss, whose network is saved."
 )
+# Examples from text have no paraphrase: their edit and rephrase lines coincide, and the dashes show
+# both.
+LINES = {"edit": ("#3b0f70", "-"), "rephrase": ("#8c2981", "--"), "locality": ("#d95f0e", "-")}
+"""Colour and style of the lines."""
+MAX_MARKERS = 20
+"""Lines through more evaluations have no markers."""
+
+History = Sequence[tuple[int, float]]
+"""Tokens so far, and the relative gap between the two halves of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCurve:
+    """The evaluations of a training run so far."""
+
+    model: str
+    data: str
+    method: str
+    evaluations: tuple[TrainingRecord, ...]
+    spec: Mapping[str, Any]
+    """All settings of the run."""
+
+    def __post_init__(self) -> None:
+        if not self.evaluations:
+            raise BadRecord(
+                f"the training of {self.method} on {self.data} has no evaluation yet; resume it "
+                "with the same `factscope train` command"
+            )
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any], evaluations: Sequence[TrainingRecord]) -> "TrainingCurve":
+        """From the spec and the records of a run folder."""
+        try:
+            model, data, method = spec["model"], spec["source"]["data"], spec["training"]["method"]
+        except KeyError as error:
+            raise BadRecord(
+                f"the spec of the training run has no {error}; `factscope train --out` writes it"
+            ) from error
+        return cls(model=model, data=data, method=method, evaluations=tuple(evaluations), spec=spec)
+
+    @property
+    def best(self) -> TrainingRecord:
+        """The first evaluation with the lowest loss; the weights file holds its network."""
+        return min(self.evaluations, key=lambda e: math.inf if math.isnan(e.loss) else e.loss)
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far."""
+        return self.evaluations[-1].step
+
+    @property
+    def minutes(self) -> float:
+        """Minutes of training so far, without interruptions."""
+        return self.evaluations[-1].seconds / 60
+
+    @property
+    def title(self) -> str:
+        """Method, data set, model and number of steps."""
+        method, data = editor_name(self.method), dataset_name(self.data)
+        return f"{method} trained on {data}, {self.model}, {self.steps} steps"
+
+
+# ---- the report
+
+
+def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
+    """Write the report and return its files, the page first."""
+    table = training_table(curve)
+    names = tuple(field.name for field in fields(TrainingRecord))
+    every = tuple(tuple(getattr(e, name) for name in names) for e in curve.evaluations)
+    files = [
+        ("index.html", training_page(curve)),
+        ("table.md", as_markdown(table)),
+        ("table.tex", as_latex(table)),
+        ("table.csv", as_csv(Table("All evaluations", names, every))),
+        ("training", training_figure(curve)),
+    ]
+    return write_files(folder, files)
+
+
+def training_page(curve: TrainingCurve) -> str:
+    """The page: the figure, the table and the settings."""
+    numbers = {
+        "method": editor_name(curve.method),
+        "data": dataset_name(curve.data),
+        "steps": str(curve.steps),
+        "minutes": f"{curve.minutes:.1f}",
+        "best step": str(curve.best.step),
+    }
+    return render(
+        "overview.html",
+        title=curve.title,
+        numbers=numbers,
+        figure=embed_figure(
+            training_figure(curve), f"Losses and accuracies by step: {curve.title}"
+        ),
+        table=training_table(curve),
+        settings=curve.spec,
+    )
 
 
 def training_table(curve: TrainingCurve) -> Table:
     """One row per evaluation, the best one marked."""
-    rows = tuple(_row(e, best=e is curve.best) for e in curve.evaluations)
-    return Table(training_title(curve), COLUMNS, rows, note=NOTE)
-
-
-def _row(evaluation: TrainingRecord, *, best: bool) -> tuple[Cell, ...]:
-    mark = "best" if best else None
-    accuracies = (
-        evaluation.edit_accuracy, evaluation.rephrase_accuracy, evaluation.locality_accuracy,
-    )  # fmt: skip
-    return (
-        Marked(evaluation.step, mark),
-        Marked(round(evaluation.seconds / 60, 1), mark),
-        Marked(round(evaluation.loss, 4), mark),
-        *(Score(Estimate(accuracy, math.nan, 1), mark) for accuracy in accuracies),
-        Marked(round(evaluation.locality_loss, 4), mark),
-    )
-
-
-def all_evaluations_table(curve: TrainingCurve) -> Table:
-    """Every field of every evaluation, for CSV."""
-    names = tuple(field.name for field in fields(TrainingRecord))
-    rows = tuple(tuple(getattr(e, name) for name in names) for e in curve.evaluations)
-    return Table("All evaluations", names, rows)
+    rows = []
+    for evaluation in curve.evaluations:
+        mark = "best" if evaluation is curve.best else None
+        accuracies = [getattr(evaluation, f"{name}_accuracy") for name in LINES]
+        rows.append(
+            (
+                Marked(evaluation.step, mark),
+                Marked(round(evaluation.seconds / 60, 1), mark),
+                Marked(round(evaluation.loss, 4), mark),
+                *(Score(Estimate(accuracy, math.nan, 1), mark) for accuracy in accuracies),
+                Marked(round(evaluation.locality_loss, 4), mark),
+            )
+        )
+    return Table(curve.title, COLUMNS, tuple(rows), note=NOTE)
 
 
 def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
@@ -72,36 +168,56 @@ def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
     }
 
 
-def training_page(curve: TrainingCurve) -> str:
-    """The page: the figure, the table and the settings."""
-    title = training_title(curve)
-    numbers = {
-        "method": editor_name(curve.method),
-        "data": dataset_name(curve.data),
-        "steps": str(curve.steps),
-        "minutes": f"{curve.minutes:.1f}",
-        "best step": str(curve.best.step),
-    }
-    return render(
-        "overview.html",
-        title=title,
-        numbers=numbers,
-        figure=embed_figure(training_figure(curve), f"Losses and accuracies by step: {title}"),
-        table=training_table(curve),
-        settings=curve.spec,
-    )
+# ---- figures
 
 
-def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
-    """Write the report and return its files, the page first."""
-    table = training_table(curve)
-    files = {
-        "index.html": training_page(curve),
-        "table.md": as_markdown(table),
-        "table.tex": as_latex(table),
-        "table.csv": as_csv(all_evaluations_table(curve)),
-    }
-    for name, text in files.items():
-        write_atomic(folder / name, text)
-    figures = write_figure(training_figure(curve), folder / "training")
-    return [*(folder / name for name in files), *figures]
+def training_figure(curve: TrainingCurve) -> Figure:
+    """Losses and accuracies on the validation examples against the step."""
+    fig = blank_figure(7.6, 3.0)
+    left, right = fig.subplots(1, 2)
+    unedited = curve.evaluations[0].unedited_loss
+    left.axhline(unedited, label="unedited", color="#999999", linewidth=0.8, linestyle=":")
+    steps = [evaluation.step for evaluation in curve.evaluations]
+    marker = "o" if len(steps) <= MAX_MARKERS else None
+    for ax, measure in ((left, "loss"), (right, "accuracy")):
+        style_axes(ax, zero=False)
+        ax.axvline(curve.best.step, color="0.8", linewidth=0.8, label="best step", zorder=0)
+        for name, (color, style) in LINES.items():
+            values = [getattr(evaluation, f"{name}_{measure}") for evaluation in curve.evaluations]
+            label = "locality (KL)" if (name, measure) == ("locality", "loss") else name
+            ax.plot(steps, values, color=color, linestyle=style, linewidth=1.3, marker=marker,
+                    markersize=2.5, label=label)  # fmt: skip
+        ax.set_xlabel("step", fontsize=MEDIUM)
+        ax.set_ylabel(f"validation {measure}", fontsize=MEDIUM)
+        ax.legend(frameon=False, fontsize=SMALL)
+    left.set_ylim(bottom=0)
+    right.set_ylim(-0.02, 1.02)
+    fig.suptitle(curve.title, fontsize=MEDIUM, **literal_text())
+    return fig
+
+
+def convergence_figure(histories: Mapping[int, History], model: str) -> Figure:
+    """The gap between the second moments of two halves of a text, one line per layer."""
+    measured = {layer: points for layer, points in histories.items() if points}
+    if not measured:
+        raise BadSetting("no gaps to draw: the text is too short to compare its halves")
+    fig = blank_figure(4.6, 3.2)
+    ax = fig.subplots()
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    style_axes(ax, zero=False)
+    colors = matplotlib.colormaps["Greens"]
+    for i, (layer, points) in enumerate(measured.items()):
+        shade = colors(0.45 + 0.5 * (i + 1) / len(measured))
+        tokens, gaps = zip(*points, strict=True)
+        ax.plot(tokens, gaps, color=shade, linewidth=1.3, marker="o", markersize=2.5,
+                label=f"layer {layer}")  # fmt: skip
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_title(f"Convergence of the second moments of {model}", fontsize=MEDIUM, **literal_text())
+    ax.set_xlabel("tokens", fontsize=MEDIUM)
+    ax.set_ylabel("relative gap between two halves", fontsize=MEDIUM)
+    ax.legend(frameon=False, fontsize=SMALL)
+    return fig

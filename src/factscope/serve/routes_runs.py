@@ -16,7 +16,7 @@ from factscope.analysis.effects import average_kinds
 from factscope.analysis.metrics import Summary, merge_runs, summarize
 from factscope.errors import BadRecord, BadSetting, FactscopeError, NotFound
 from factscope.records import CaseRecord, TraceRecord
-from factscope.report.evaluations import by_model_and_data, evaluation_tables
+from factscope.report.evaluations import by_model_and_data, collect_samples, evaluation_tables
 from factscope.report.figures import (
     average_heatmaps,
     average_lines,
@@ -25,7 +25,6 @@ from factscope.report.figures import (
     sweep_figure,
 )
 from factscope.report.labels import printable
-from factscope.report.samples import collect_samples
 from factscope.report.style import figure_bytes
 from factscope.report.sweeps import sweep_table
 from factscope.report.tables import (

@@ -17,18 +17,19 @@ preferences_figure    Figure 26      human preferences between methods
 """
 
 from factscope.report.figures.edits import before_after_figure, neurons_figure
-from factscope.report.figures.effects import (
+from factscope.report.figures.evaluation import (
+    distributions_figure,
+    preferences_figure,
+    scores_figure,
+    sweep_figure,
+)
+from factscope.report.figures.traces import (
     average_heatmap,
     average_heatmaps,
     average_lines,
-    severed_figure,
-)
-from factscope.report.figures.evaluation import distributions_figure, scores_figure
-from factscope.report.figures.studies import preferences_figure
-from factscope.report.figures.sweeps import sweep_figure
-from factscope.report.figures.traces import (
     gradients_figure,
     severed_detail,
+    severed_figure,
     trace_figure,
     traces_figure,
 )
