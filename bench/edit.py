@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from factscope.editing.editor import Editor
-from factscope.editing.hypernet.gradients import last_layers, target_modules
+from factscope.editing.hypernet.gradients import target_modules
+from factscope.editing.hypernet.model import HypernetWeights, network_for
 from factscope.editing.hypernet.settings import KeConfig, MendConfig
-from factscope.editing.hypernet.weights import HypernetWeights, network_for
 from factscope.editing.reference import reference_rome
 from factscope.editing.settings import HypernetEditor, Ke, Mend, Rome, editor
 from factscope.facts import Fact
@@ -171,7 +171,7 @@ CONFIGS: dict[type[HypernetEditor], MendConfig | KeConfig] = {
 
 def learned(lm: LM, kind: type[HypernetEditor]) -> HypernetEditor:
     """The editor with an untrained network."""
-    network = network_for(lm, target_modules(lm, last_layers(lm)), CONFIGS[kind])
+    network = network_for(lm, target_modules(lm), CONFIGS[kind])
     return kind(
         weights=HypernetWeights(
             network=network, model=lm.name, fingerprint=lm.fingerprint, training={}, sha256="none"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from factscope.editing.hypernet.weights import load_weights
+from factscope.editing.hypernet.model import load_weights
 from factscope.records import read_training_records
 from factscope.runs.folder import WEIGHTS
 

@@ -8,14 +8,9 @@ from typing import Any
 import torch
 
 from factscope.editing.contexts import TokenBatch, edit_request
-from factscope.editing.hypernet.gradients import (
-    SplitModel,
-    gradient_factors,
-    target_modules,
-)
-from factscope.editing.hypernet.model import Hypernetwork
+from factscope.editing.hypernet.gradients import SplitModel, gradient_factors, target_modules
+from factscope.editing.hypernet.model import HypernetWeights, Hypernetwork, network_for
 from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
-from factscope.editing.hypernet.weights import HypernetWeights, network_for
 from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.facts import Fact
 from factscope.lm.model import LM

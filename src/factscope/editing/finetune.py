@@ -15,8 +15,9 @@ error: Adam's first step depends on the sign of the gradient only.)
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,7 +80,8 @@ class FineTuneObjective:
     ) -> Float[Tensor, " row"]:
         """The mean of -log P over the target tokens of each row."""
         hidden = self.states
-        with hook_io(*((w.module, _add_delta(d)) for w, d in zip(weights, deltas, strict=True))):
+        pairs = zip(weights, deltas, strict=True)
+        with hook_io(*((w.module, partial(_add_delta, delta)) for w, delta in pairs)):
             for layer in range(self.layer, self.lm.n_layers):
                 hidden = self.replay(layer, hidden)
         return self.batch.losses(self.batch.log_probs(self.lm, hidden))
@@ -90,17 +92,13 @@ class FineTuneObjective:
         return replace(self, states=states, batch=self.batch.only(rows))
 
 
-def _add_delta(delta: Float[Tensor, "group ..."]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A hook that adds each group's change of a weight or bias to the module's output."""
-
-    def add(x: Tensor, output: Tensor) -> Tensor:
-        # Some families flatten rows and tokens; either way the rows of a group are consecutive.
-        x_by_group, by_group = (t.reshape(len(delta), -1, t.shape[-1]) for t in (x, output))
-        is_bias = delta.dim() == 2
-        change = delta[:, None] if is_bias else x_by_group.to(delta.dtype) @ delta.mT
-        return (by_group + change.to(output.dtype)).reshape(output.shape)
-
-    return add
+def _add_delta(delta: Float[Tensor, "group ..."], x: Tensor, output: Tensor) -> Tensor:
+    """A module's output with each group's change of its weight or bias."""
+    # Some families flatten rows and tokens; either way the rows of a group are consecutive.
+    x_by_group, by_group = (t.reshape(len(delta), -1, t.shape[-1]) for t in (x, output))
+    is_bias = delta.dim() == 2
+    change = delta[:, None] if is_bias else x_by_group.to(delta.dtype) @ delta.mT
+    return (by_group + change.to(output.dtype)).reshape(output.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -137,10 +137,8 @@ class FromText:
                 f"seq_length is {length} and target_tokens is {self.target_tokens}; the context of "
                 f"{lm.name} has {lm.context} tokens"
             )
-        if self.path is None:
-            source = GeneratedText(lm=lm, length=length, seed=self.seed)
-            count = self.limit
-        else:
+        source, count = GeneratedText(lm=lm, length=length, seed=self.seed), self.limit
+        if self.path is not None:
             sequences = token_sequences(lm, documents(self.path, self.seed), length)
             source = list(islice((ids for ids in sequences if len(ids) == length), self.limit))
             count = len(source)
@@ -203,9 +201,17 @@ class TrainRun:
         on_evaluation: Callable[[TrainingRecord], None] = lambda record: None,
     ) -> Path:
         """Train from the folder's checkpoint to the end; returns the file of the best weights."""
+        from factscope.editing.hypernet.train import load_checkpoint_
+
         trainer = trainer or self.trainer(lm)
-        _resume(trainer, folder)
-        saver = _Saver(self, trainer, folder)
+        checkpoint, records = folder.path / CHECKPOINT, folder.training_records()
+        if checkpoint.is_file():
+            load_checkpoint_(trainer, checkpoint)
+        # Records of steps after the checkpoint are computed again.
+        valid = [r for r in records if checkpoint.is_file() and r.step <= trainer.progress.step]
+        if len(valid) < len(records):
+            write_records(folder.records_path, valid)
+        saver = _Saver(self, trainer, folder.path)
 
         def evaluate() -> None:
             record = trainer.evaluate()
@@ -215,7 +221,7 @@ class TrainRun:
 
         progress(self._fraction(trainer))
         try:
-            if not folder.training_records():
+            if not valid:
                 evaluate()
             while not self._finished(trainer):
                 before = self._fraction(trainer)
@@ -232,35 +238,19 @@ class TrainRun:
 
     def _fraction(self, trainer: "Trainer") -> float:
         """The fraction of the training that is done."""
-        fractions = [0.0]
-        if self.steps is not None:
-            fractions.append(trainer.progress.step / self.steps)
-        if self.minutes is not None:
-            fractions.append(trainer.progress.seconds / (60 * self.minutes))
-        return min(1.0, max(fractions))
+        steps = trainer.progress.step / self.steps if self.steps else 0.0
+        minutes = trainer.progress.seconds / (60 * self.minutes) if self.minutes else 0.0
+        return min(1.0, max(steps, minutes))
 
     def _finished(self, trainer: "Trainer") -> bool:
         return self._fraction(trainer) >= 1 or trainer.stopped_early
 
 
-def _resume(trainer: "Trainer", folder: RunFolder) -> None:
-    """Load the checkpoint, if there is one, and drop records of later steps."""
-    from factscope.editing.hypernet.train import load_checkpoint_
-
-    path = folder.path / CHECKPOINT
-    if path.is_file():
-        load_checkpoint_(trainer, path)
-    records = folder.training_records()
-    valid = [r for r in records if path.is_file() and r.step <= trainer.progress.step]
-    if len(valid) < len(records):
-        write_records(folder.records_path, valid)
-
-
 class _Saver:
     """Writes the weights and the checkpoint at intervals (see `SAVE_PAUSE`)."""
 
-    def __init__(self, run: TrainRun, trainer: "Trainer", folder: RunFolder) -> None:
-        self.run, self.trainer, self.path = run, trainer, folder.path
+    def __init__(self, run: TrainRun, trainer: "Trainer", path: Path) -> None:
+        self.run, self.trainer, self.path = run, trainer, path
         self.due = time.monotonic() + run.save_every
 
     def save_if_due(self) -> None:
@@ -277,7 +267,7 @@ class _Saver:
         write_checkpoint(self.trainer, self.path / CHECKPOINT)
 
     def save_weights(self) -> None:
-        from factscope.editing.hypernet.weights import pack_weights
+        from factscope.editing.hypernet.model import pack_weights
 
         source = {**self.run.source.spec(), "training": self.run.training.to_dict()}
         write_atomic(self.path / WEIGHTS, pack_weights(self.trainer.weights(source)))

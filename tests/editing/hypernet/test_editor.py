@@ -14,18 +14,20 @@ from torch import Tensor
 from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
-from factscope.editing.hypernet.editor import embed_request
 from factscope.editing.hypernet.gradients import (
     SplitModel,
     changes_applied,
     gradient_factors,
-    last_layers,
     target_modules,
 )
-from factscope.editing.hypernet.ke import Gate, KeNetwork
-from factscope.editing.hypernet.mend import MendNetwork
-from factscope.editing.hypernet.model import RunningNorm
-from factscope.editing.hypernet.weights import load_weights, pack_weights
+from factscope.editing.hypernet.model import (
+    Gate,
+    KeNetwork,
+    MendNetwork,
+    RunningNorm,
+    load_weights,
+    pack_weights,
+)
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Ke, Mend, editor
 from factscope.errors import BadEditorWeights, BadFact, BadSetting, DidNotConverge
@@ -76,10 +78,11 @@ def test_gradient_factors_multiply_to_the_gradient(lm: LM) -> None:
     batch = token_batch(lm, FACTS)
     factors, losses = gradient_factors(split, split.below(batch.ids)[0], batch)
     for i, fact in enumerate(FACTS):
-        wanted = autograd(lm, fact, [target.name for target in split.targets])
+        wanted = autograd(lm, fact, [target.shape.name for target in split.targets])
         for target, some in zip(split.targets, factors, strict=True):
-            assert some.gradient()[i].shape == (target.shape.values, target.shape.keys)
-            assert near(some.gradient()[i], wanted[target.name], 1e-5), target.name
+            gradient = some.delta[i].T @ some.x[i]
+            assert gradient.shape == (target.shape.values, target.shape.keys)
+            assert near(gradient, wanted[target.shape.name], 1e-5), target.shape.name
         one = token_batch(lm, [fact])
         log_probs = one.log_probs(lm, split.below(one.ids)[1])
         assert losses[i].item() == pytest.approx(one.losses(log_probs).item(), rel=1e-5)
@@ -97,8 +100,8 @@ def test_tokens_without_influence_on_the_loss_are_masked(gpt2: LM) -> None:
 
 
 def test_target_modules_are_the_last_mlps(gpt2: LM) -> None:
-    assert last_layers(gpt2) == (0, 1, 2)
-    names = [target.name.removeprefix("transformer.h.") for target in target_modules(gpt2, (2, 1))]
+    assert {target.layer for target in target_modules(gpt2)} == {0, 1, 2}
+    names = [x.shape.name.removeprefix("transformer.h.") for x in target_modules(gpt2, (2, 1))]
     assert names == [
         "1.mlp.c_fc.weight", "1.mlp.c_proj.weight", "2.mlp.c_fc.weight", "2.mlp.c_proj.weight",
     ]  # fmt: skip
@@ -232,7 +235,7 @@ def test_training_gradients_equal_those_of_edited_weights(family: str, method: s
             torch.zeros_like(p) if x is None else x for p, x in zip(parameters, found, strict=True)
         ]
 
-    changes = network(factors, embed_request(lm, batch))
+    changes = network(factors, network.encode(lm.embed(batch.ids), batch.lengths))
     states = torch.stack([split.below(x.ids)[0] for x in (batch, other)], 1).flatten(0, 1)
     with changes_applied(split.targets, changes):
         hidden = split.above(states).unflatten(0, (len(FACTS), 2))
@@ -240,13 +243,14 @@ def test_training_gradients_equal_those_of_edited_weights(family: str, method: s
         [x.losses(x.log_probs(lm, hidden[:, i])) for i, x in enumerate((batch, other))], dim=1
     )
     found = gradients(fast.sum())
-    again = network(factors, embed_request(lm, batch))
+    again = network(factors, network.encode(lm.embed(batch.ids), batch.lengths))
     slow = []
     for i in range(len(FACTS)):
+        deltas = [change.B[i] @ change.A[i] for change in again]
         weights = {
-            target.name: lm.model.get_parameter(target.name)
-            + (change.matrix()[i].T if lm.family.transposed else change.matrix()[i])
-            for target, change in zip(split.targets, again, strict=True)
+            target.shape.name: lm.model.get_parameter(target.shape.name)
+            + (delta.T if lm.family.transposed else delta)
+            for target, delta in zip(split.targets, deltas, strict=True)
         }
         for x in (batch, other):
             one = TokenBatch.of([unpadded(x, i)], lm.device)
@@ -297,11 +301,13 @@ def test_untrained_mend_is_a_step_against_the_gradient(gpt2: LM) -> None:
     network = make_network(gpt2, "mend", spread=0.0)
     split, batch = SplitModel(gpt2, target_modules(gpt2, (1, 2))), token_batch(gpt2, FACTS)
     factors = factors_of(split, batch)
-    for i, change in enumerate(network(factors, embed_request(gpt2, batch))):
+    encoded = network.encode(gpt2.embed(batch.ids), batch.lengths)
+    for i, change in enumerate(network(factors, encoded)):
         x_norm, delta_norm = network.norms(i)
         mask = factors[i].mask[..., None]
         x, delta = x_norm.normalise(factors[i].x), delta_norm.normalise(factors[i].delta)
-        assert torch.allclose(change.matrix(), -1e-2 * (delta * mask).mT @ (x * mask), atol=1e-4)
+        wanted = -1e-2 * (delta * mask).mT @ (x * mask)
+        assert torch.allclose(change.B @ change.A, wanted, atol=1e-4)
 
 
 # ---- facts

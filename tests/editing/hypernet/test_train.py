@@ -18,9 +18,9 @@ from factscope.editing.hypernet.examples import (
     split_examples,
     without_overlap,
 )
+from factscope.editing.hypernet.model import pack_tensors
 from factscope.editing.hypernet.settings import KeConfig, network_config
 from factscope.editing.hypernet.train import Trainer, load_checkpoint_, training_pass
-from factscope.editing.hypernet.weights import pack_tensors
 from factscope.errors import BadEditorWeights, BadSetting
 from factscope.lm.load import load
 from factscope.lm.model import LM

@@ -5,8 +5,10 @@ trained network; nothing is optimised. Facts are independent: the edit of severa
 of their edits.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ from factscope.editing.checks import (
     with_checks,
 )
 from factscope.editing.contexts import EditRequest, TokenBatch, edit_requests
-from factscope.editing.edit import Edit, LowRank, add_changes
+from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.hypernet.gradients import (
     FactorChange,
@@ -29,7 +31,6 @@ from factscope.editing.hypernet.gradients import (
     changes_applied,
     gradient_factors,
 )
-from factscope.editing.hypernet.model import EmbeddedRequest
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.accel import LengthBuckets, can_capture, captured, on_gpu
@@ -41,24 +42,26 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 
-def embed_request(lm: "LM", batch: TokenBatch) -> EmbeddedRequest:
-    """The model's token embeddings of a batch; they are read, never changed."""
-    with torch.no_grad():
-        return EmbeddedRequest(lm.embed(batch.ids), batch.lengths)
-
-
 class BoundHypernet(BoundEditor):
     """MEND or KE bound to a model."""
 
     def __init__(self, settings: "HypernetEditor", lm: "LM") -> None:
         self.settings, self.lm = settings, lm
         self.split = SplitModel(lm, settings.trained.targets(lm))
-        self.network = settings.trained.on(lm.device)
+        network = settings.trained.network
+        # Moving an LSTM repacks its weights, even to the device where it is.
+        if any(x.device != lm.device for x in network.parameters()):
+            network.to(lm.device)
+        self.network = network.eval().requires_grad_(False)
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: the sum of their edits."""
         edits = raise_first_error(self._edits(facts, progress))
-        return self._checked([_sum(edits)])[0]
+        total = reduce(operator.add, edits)
+        if len(edits) > 1:
+            losses = [loss for edit in edits for loss in edit.settings["losses"]]
+            total = replace(total, settings={**edits[0].settings, "losses": losses})
+        return self._checked([total])[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or the error of a fact that cannot be edited."""
@@ -85,27 +88,23 @@ class BoundHypernet(BoundEditor):
 
     def _edit_batch(self, requests: Sequence[EditRequest]) -> list[Edit | FactscopeError]:
         """An edit for each request, all in one pass."""
-        batch = self._token_batch(requests)
+        lm, rows = self.lm, [request.rows[0] for request in requests]
+        # The lengths of a single row are rounded up, for fewer shapes to capture.
+        buckets = LengthBuckets.of(lm, len(rows))
+        tokens = buckets.for_tokens(max(len(row.ids) for row in rows), lm.context)
+        labels = buckets.for_labels(max(len(row.labels) for row in rows))
+        batch = TokenBatch.of(rows, lm.device, tokens, labels)
         with torch.no_grad():
-            encoded = self.network.encode(embed_request(self.lm, batch))
-        if batch.single and can_capture(self.lm):
+            encoded = self.network.encode(lm.embed(batch.ids), batch.lengths)
+        if batch.single and can_capture(lm):
             return [self._edit_captured(requests[0], encoded, batch)]
         entering, _ = self.split.below(batch.ids)
         losses, changes = self._changes(batch, entering, encoded)
+        parts = zip(requests, _by_fact(changes), losses.tolist(), strict=True)
         return [
-            self._to_edit(request, [change.to("cpu") for change in parts], loss)
-            for request, parts, loss in zip(
-                requests, _by_fact(changes), losses.tolist(), strict=True
-            )
+            self._to_edit(request, [change.to("cpu") for change in low_rank], loss)
+            for request, low_rank, loss in parts
         ]
-
-    def _token_batch(self, requests: Sequence[EditRequest]) -> TokenBatch:
-        """The requests as tensors; the lengths of a single one are rounded up, for fewer shapes."""
-        rows = [request.rows[0] for request in requests]
-        buckets = LengthBuckets.of(self.lm, len(rows))
-        tokens = buckets.for_tokens(max(len(row.ids) for row in rows), self.lm.context)
-        labels = buckets.for_labels(max(len(row.labels) for row in rows))
-        return TokenBatch.of(rows, self.lm.device, tokens, labels)
 
     def _changes(
         self, batch: TokenBatch, entering: Tensor, encoded: Tensor
@@ -113,7 +112,7 @@ class BoundHypernet(BoundEditor):
         """The facts' losses before the edit, and the change of each weight for each fact."""
         factors, losses = gradient_factors(self.split, entering, batch)
         with torch.no_grad():
-            changes = self.network.changes(factors, encoded)
+            changes = self.network(factors, encoded)
             scale = self.settings.scale
             return losses, [FactorChange(B=change.B * scale, A=change.A) for change in changes]
 
@@ -160,15 +159,9 @@ class BoundHypernet(BoundEditor):
                 f"the network's edit for {request.fact.text!r} is not finite; load the model in "
                 "float32, or train the weights again"
             )
-        names = [target.name for target in self.split.targets]
-        return Edit(
-            changes=dict(zip(names, changes, strict=True)),
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=(request.fact,),
-            settings={**self.settings.to_dict(), "losses": [[loss]]},
-        )
+        names = [target.shape.name for target in self.split.targets]
+        by_name = dict(zip(names, changes, strict=True))
+        return self.settings.new_edit(self.lm, by_name, [request.fact], losses=[[loss]])
 
 
 def _by_fact(changes: Sequence[FactorChange]) -> Iterator[list[LowRank]]:
@@ -182,24 +175,3 @@ def _by_fact(changes: Sequence[FactorChange]) -> Iterator[list[LowRank]]:
             LowRank(change.B[i][:, nonzero_ranks].float(), change.A[i][nonzero_ranks].float())
             for change, nonzero_ranks in zip(changes, ranks, strict=True)
         ]
-
-
-def _sum(edits: Sequence[Edit]) -> Edit:
-    """The sum of edits by one method, as one edit."""
-    first, *others = edits
-    if not others:
-        return first
-    changes = dict(first.changes)
-    for edit in others:
-        for name, change in edit.changes.items():
-            changes[name] = add_changes(changes[name], change)
-    return replace(
-        first,
-        changes=changes,
-        facts=tuple(fact for edit in edits for fact in edit.facts),
-        settings={
-            **first.settings,
-            "losses": [loss for edit in edits for loss in edit.settings["losses"]],
-        },
-        checks=None,
-    )

@@ -12,6 +12,7 @@ bit-for-bit identical to cached ones, also in a resumed run.
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -77,10 +78,8 @@ class CaseExamples:
         """The examples at these indices, without cases that cannot be tokenized."""
         examples = []
         for i in indices:
-            try:
+            with suppress(BadFact):
                 examples.append(self._example(lm, self.cases[i]))
-            except BadFact:
-                continue
         return examples
 
     def _example(self, lm: "LM", case: Case) -> Example:
@@ -101,12 +100,12 @@ class CaseExamples:
 
 def without_overlap(cases: Iterable[Case], others: Iterable[Case]) -> tuple[Case, ...]:
     """The cases whose subject does not occur in the others."""
-    subjects = {_subject(case) for case in others}
-    return tuple(case for case in cases if _subject(case) not in subjects)
 
+    def subject(case: Case) -> str:
+        return " ".join(case.fact.subject.casefold().split())
 
-def _subject(case: Case) -> str:
-    return " ".join(case.fact.subject.casefold().split())
+    subjects = {subject(case) for case in others}
+    return tuple(case for case in cases if subject(case) not in subjects)
 
 
 # ---- from text
@@ -207,11 +206,6 @@ class ExampleBatch:
         shift = 1 + epoch % (len(self) - 1)
         return self.edit.roll(shift), self.entering[0].roll(shift, 0), self.last[0].roll(shift, 0)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the hidden states."""
-        return 2 * self.entering.numel() * self.entering.itemsize
-
 
 class BatchCache:
     """Batches of examples; their hidden states are cached as far as memory allows."""
@@ -223,7 +217,7 @@ class BatchCache:
         """Indices of the examples in each batch, at least two."""
         if len(self.batches) > 1 and len(self.batches[-1]) < 2:
             last = self.batches.pop()
-            self.batches[-1] = self.batches[-1] + last
+            self.batches[-1] += last
         self.cached: dict[int, ExampleBatch] = {}
         device = split.lm.device
         self.free_bytes = free_memory(device) // 2 if on_gpu(device) else CPU_CACHE_BYTES
@@ -246,8 +240,9 @@ class BatchCache:
         if len(examples) < 2:
             return None
         batch = self._build(examples)
-        if batch.bytes <= self.free_bytes:
-            self.free_bytes -= batch.bytes
+        size = batch.entering.nbytes + batch.last.nbytes
+        if size <= self.free_bytes:
+            self.free_bytes -= size
             self.cached[number] = batch
         return batch
 
@@ -262,20 +257,16 @@ class BatchCache:
             kinds.append(locality)
         length = max(len(row.ids) for rows in kinds for row in rows)
         batches = [TokenBatch.of(rows, self.split.lm.device, length) for rows in kinds]
-        entering, last = self._below(torch.cat([batch.ids for batch in batches]))
-        shape = (len(kinds), len(examples))
+        ids = torch.cat([batch.ids for batch in batches])
+        tokens = 16384 if on_gpu(self.split.lm) else 1024  # per forward pass
+        size = max(1, tokens // length)
+        size += len(ids) % size == 1  # no row alone: its pass would round differently
+        parts = zip(*(self.split.below(chunk) for chunk in ids.split(size)), strict=True)
+        entering, last = (torch.cat(part).unflatten(0, (len(kinds), -1)) for part in parts)
         return ExampleBatch(
             edit=batches[0],
             rephrase=batches[1] if has_rephrase else None,
             locality=batches[-1] if has_locality else None,
-            entering=entering.unflatten(0, shape),
-            last=last.unflatten(0, shape),
+            entering=entering,
+            last=last,
         )
-
-    def _below(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = 16384 if on_gpu(self.split.lm) else 1024  # per forward pass
-        size = max(1, tokens // ids.shape[1])
-        size += len(ids) % size == 1  # no row alone: its pass would round differently
-        parts = [self.split.below(chunk) for chunk in ids.split(size)]
-        entering, last = zip(*parts, strict=True)
-        return torch.cat(entering), torch.cat(last)

@@ -12,10 +12,10 @@ Edits never change the layers below the first edited one. `SplitModel` runs thos
 only the layers above under each edit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,27 +47,18 @@ class WeightShape(NamedTuple):
     values: int
 
 
-@dataclass(frozen=True, eq=False)
-class TargetModule:
+class TargetModule(NamedTuple):
     """A linear layer whose weight is edited."""
 
     module: nn.Module
     layer: int
     shape: WeightShape
 
-    @property
-    def name(self) -> str:
-        """The weight's full name in the model."""
-        return self.shape.name
 
-
-def last_layers(lm: "LM") -> tuple[int, ...]:
-    """The layers that are edited by default."""
-    return tuple(range(max(0, lm.n_layers - EDITED_LAYERS), lm.n_layers))
-
-
-def target_modules(lm: "LM", layers: Sequence[int]) -> list[TargetModule]:
-    """The linear layers of these layers' MLPs, lowest layer first."""
+def target_modules(lm: "LM", layers: Sequence[int] | None = None) -> list[TargetModule]:
+    """The linear layers of these layers' MLPs, lowest layer first; None: of the last layers."""
+    if layers is None:
+        layers = range(max(0, lm.n_layers - EDITED_LAYERS), lm.n_layers)
     if not layers:
         raise BadSetting("layers is empty; name at least one layer to edit")
     targets = []
@@ -145,24 +136,16 @@ class GradientFactors:
         """The tokens that contribute to the gradient."""
         return (self.delta != 0).any(-1)
 
-    @property
-    def single(self) -> bool:
-        """Whether there is only one fact; all its tokens are processed, as in `TokenBatch`."""
-        return len(self.x) == 1
-
     def select(self, table: Float[Tensor, "fact token width"]) -> Float[Tensor, "row width"]:
-        """The rows of the tokens that are processed."""
-        return table[0] if self.single else table[self.mask]
+        """The rows of the tokens that are processed: of a single fact all, as in `TokenBatch`."""
+        return table[0] if len(table) == 1 else table[self.mask]
 
     def scatter(self, rows: Float[Tensor, "row width"]) -> Float[Tensor, "fact token width"]:
         """The inverse of `select`, with zeros at tokens that do not contribute."""
         mask = self.mask[..., None]
         zeros = rows.new_zeros(*self.mask.shape, rows.shape[-1])
-        return torch.where(mask, rows, zeros) if self.single else zeros.masked_scatter(mask, rows)
-
-    def gradient(self) -> Float[Tensor, "fact value key"]:
-        """∇W as a matrix."""
-        return self.delta.mT @ self.x
+        single = len(self.x) == 1
+        return torch.where(mask, rows, zeros) if single else zeros.masked_scatter(mask, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,10 +154,6 @@ class FactorChange:
 
     B: Float[Tensor, "fact value rank"]
     A: Float[Tensor, "fact rank key"]
-
-    def matrix(self) -> Float[Tensor, "fact value key"]:
-        """ΔW as a matrix."""
-        return self.B @ self.A
 
 
 def gradient_factors(
@@ -187,17 +166,15 @@ def gradient_factors(
     inputs: dict[int, Tensor] = {}
     probes: dict[int, Tensor] = {}
 
-    def probe(i: int) -> Callable[[Tensor, Tensor], Tensor]:
-        def add_zeros(x: Tensor, output: Tensor) -> Tensor:
-            # The gradient with respect to zeros added to the output is δ. No weight needs one.
-            inputs[i] = x.detach()
-            probes[i] = torch.zeros_like(output, requires_grad=True)
-            return output + probes[i]
-
-        return add_zeros
+    def add_zeros(i: int, x: Tensor, output: Tensor) -> Tensor:
+        # The gradient with respect to zeros added to the output is δ. No weight needs one.
+        inputs[i] = x.detach()
+        probes[i] = torch.zeros_like(output, requires_grad=True)
+        return output + probes[i]
 
     numbers = range(len(split.targets))
-    with torch.enable_grad(), hook_io(*((split.targets[i].module, probe(i)) for i in numbers)):
+    hooks = [(split.targets[i].module, partial(add_zeros, i)) for i in numbers]
+    with torch.enable_grad(), hook_io(*hooks):
         losses = batch.losses(batch.log_probs(split.lm, split.above(hidden)))
         deltas = torch.autograd.grad(losses.sum(), [probes[i] for i in numbers])
 
@@ -208,21 +185,16 @@ def gradient_factors(
     return factors, losses.detach()
 
 
-@contextmanager
 def changes_applied(
     targets: Sequence[TargetModule], changes: Sequence[FactorChange]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, every fact's rows run with its own changes; rows of one fact are adjacent."""
 
-    def hook(change: FactorChange) -> Callable[[Tensor, Tensor], Tensor]:
-        def add(x: Tensor, output: Tensor) -> Tensor:
-            A, B = change.A.to(x.device), change.B.to(x.device)
-            by_fact = x.reshape(len(A), -1, x.shape[-1]).float()
-            shift = torch.bmm(torch.bmm(by_fact, A.mT), B.mT)
-            return output + shift.reshape(output.shape).to(output.dtype)
-
-        return add
+    def add(change: FactorChange, x: Tensor, output: Tensor) -> Tensor:
+        A, B = change.A.to(x.device), change.B.to(x.device)
+        by_fact = x.reshape(len(A), -1, x.shape[-1]).float()
+        shift = torch.bmm(torch.bmm(by_fact, A.mT), B.mT)
+        return output + shift.reshape(output.shape).to(output.dtype)
 
     pairs = zip(targets, changes, strict=True)
-    with hook_io(*((target.module, hook(change)) for target, change in pairs)):
-        yield
+    return hook_io(*((target.module, partial(add, change)) for target, change in pairs))

@@ -9,10 +9,11 @@ evaluations without improvement. A checkpoint holds the network, Adam's state an
 training resumes from it bit-for-bit.
 """
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +21,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.hypernet.editor import embed_request
 from factscope.editing.hypernet.examples import BatchCache, ExampleBatch, Examples, split_examples
 from factscope.editing.hypernet.gradients import (
     SplitModel,
     changes_applied,
     gradient_factors,
-    last_layers,
     target_modules,
 )
-from factscope.editing.hypernet.model import Hypernetwork
-from factscope.editing.hypernet.settings import Training
-from factscope.editing.hypernet.weights import (
+from factscope.editing.hypernet.model import (
     HypernetWeights,
+    Hypernetwork,
     build_network,
     cpu_copy,
     network_for,
     pack_tensors,
     read_tensors,
-    tensors_sha256,
 )
+from factscope.editing.hypernet.settings import Training
 from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
 from factscope.io import write_atomic
 from factscope.records import TrainingRecord
@@ -73,7 +71,7 @@ def training_pass(
     if train:
         network.update_norms(factors)
     with torch.set_grad_enabled(train):
-        changes = network(factors, embed_request(lm, batch.edit))
+        changes = network(factors, network.encode(lm.embed(batch.edit.ids), batch.edit.lengths))
         locality, entering, last = batch.locality_rows(epoch)
         rows = [batch.edit, locality]
         states = [batch.entering[0], entering]
@@ -122,13 +120,12 @@ class Trainer:
 
     def __init__(self, lm: "LM", examples: Examples, training: Training) -> None:
         self.lm, self.training = lm, training
-        targets = target_modules(lm, training.layers or last_layers(lm))
+        targets = target_modules(lm, training.layers or None)
         self.split = SplitModel(lm, targets)
         for_training, held_out = split_examples(len(examples), training.validation_examples)
         self.batches = BatchCache(self.split, examples, for_training, training.batch_size)
         self.validation = BatchCache(self.split, examples, held_out, training.batch_size)
-        network = network_for(lm, targets, training.network, training.seed)
-        self.network = network.to(lm.device)
+        self.network = network_for(lm, targets, training.network, training.seed).to(lm.device)
         self.adam = torch.optim.Adam(self.network.parameter_groups(training.lr))
         self.lrs = [group["lr"] for group in self.adam.param_groups]
         self.progress = TrainingProgress()
@@ -152,33 +149,29 @@ class Trainer:
 
     def step(self) -> float:
         """Take one step of Adam on the next batch; return its loss, NaN if it has no examples."""
-        start = time.monotonic()
+        start, progress, training = time.monotonic(), self.progress, self.training
         self.init_norms()
-        progress = self.progress
-        batch, epoch = self.batches.at_step(progress.step, self.training.seed)
-        loss = math.nan if batch is None else self._optimise(batch, epoch)
-        progress.step += 1
+        loss = torch.tensor(math.nan)
+        batch, epoch = self.batches.at_step(progress.step, training.seed)
         if batch is not None:
-            progress.loss_sum += loss
+            self.network.train()
+            warmup = min(1.0, (progress.step + 1) / max(1, training.warmup_steps))
+            for group, lr in zip(self.adam.param_groups, self.lrs, strict=True):
+                group["lr"] = lr * warmup
+            losses = training_pass(self.split, self.network, batch, epoch, train=True)
+            loss = self.loss(losses).mean()
+            self._check_finite("loss", loss.item())
+            self.adam.zero_grad()
+            loss.backward()
+            parameters = self.network.parameters()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
+            self._check_finite("gradient norm", norm.item())
+            self.adam.step()
+            progress.loss_sum += loss.item()
             progress.loss_count += 1
+        progress.step += 1
         progress.seconds += time.monotonic() - start
-        return loss
-
-    def _optimise(self, batch: ExampleBatch, epoch: int) -> float:
-        self.network.train()
-        warmup = min(1.0, (self.progress.step + 1) / max(1, self.training.warmup_steps))
-        for group, lr in zip(self.adam.param_groups, self.lrs, strict=True):
-            group["lr"] = lr * warmup
-        losses = training_pass(self.split, self.network, batch, epoch, train=True)
-        mean = self.loss(losses).mean()
-        self._check_finite("loss", mean.item())
-        self.adam.zero_grad()
-        mean.backward()
-        parameters = self.network.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.training.max_grad_norm)
-        self._check_finite("gradient norm", norm.item())
-        self.adam.step()
-        return mean.item()
+        return loss.item()
 
     def _check_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
@@ -193,22 +186,16 @@ class Trainer:
         start = time.monotonic()
         self.init_norms()
         self.network.eval()
-        batches = [self.validation.batch(i) for i in range(len(self.validation))]
         results = [
             training_pass(self.split, self.network, batch, 0, train=False)
-            for batch in batches
-            if batch is not None
+            for i in range(len(self.validation))
+            if (batch := self.validation.batch(i)) is not None
         ]
         if not results:
             raise BadSetting("none of the validation examples can be tokenized; give others")
-
-        def mean(metric: Callable[[BatchLosses], Tensor]) -> float:
-            return torch.cat([metric(losses) for losses in results]).mean().item()
-
-        names = [field.name for field in fields(BatchLosses)]
-        means = {name: mean(lambda losses, name=name: getattr(losses, name)) for name in names}
-        loss = mean(self.loss)
-        progress = self.progress
+        columns = zip(*(vars(losses).values() for losses in results), strict=True)
+        losses = BatchLosses(*(torch.cat(column) for column in columns))
+        loss, progress = self.loss(losses).mean().item(), self.progress
         train_loss = progress.loss_sum / progress.loss_count if progress.loss_count else None
         progress.loss_sum, progress.loss_count = 0.0, 0
         if loss < progress.best_loss:
@@ -223,7 +210,7 @@ class Trainer:
             seconds=progress.seconds,
             train_loss=train_loss,
             loss=loss,
-            **means,
+            **{name: x.mean().item() for name, x in vars(losses).items()},
         )
 
     @property
@@ -236,13 +223,16 @@ class Trainer:
         """The best network so far; `source` describes its training."""
         network = build_network(self.training.network, self.network.weights)
         network.load_state_dict(self.best)
+        digest = hashlib.sha256()
+        for tensor in self.best.values():
+            digest.update(cpu_copy(tensor).numpy().tobytes())
         progress = self.progress
         return HypernetWeights(
             network=network,
             model=self.lm.name,
             fingerprint=self.lm.fingerprint,
             training={**source, "step": progress.best_step, "loss": progress.best_loss},
-            sha256=tensors_sha256(list(self.best.values())),
+            sha256=digest.hexdigest(),
         )
 
 
@@ -261,8 +251,7 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
         "format": f"{CHECKPOINT_FORMAT} {CHECKPOINT_VERSION}",
         "progress": asdict(trainer.progress),
     }
-    copies = {name: cpu_copy(x) for name, x in tensors.items()}
-    write_atomic(path, pack_tensors(copies, header))
+    write_atomic(path, pack_tensors(tensors, header))
 
 
 def load_checkpoint_(trainer: Trainer, path: Path) -> None:
