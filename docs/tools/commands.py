@@ -56,20 +56,20 @@ def walk() -> Iterator[tuple[str, Command]]:
 def section(name: str, command: Command) -> str:
     """One command: what it does, and its flags."""
     settings = list(command.settings({}).values())
-    if "method" in command.chosen_by and not command.chosen_first:
+    if "method" in command.kind.chosen_by and not command.kind.chosen_first:
         settings = [s for s in settings if s.path[0] != "editor"]
     arguments = [s for s in settings if s.flag.positional]
     usage = " ".join([name, *map(argument, arguments), "[FLAGS]"])
     paragraphs = [" ".join(text.split()) for text in command.help.split("\n\n")]
     parts = [f"## {name}", *paragraphs, f"```\n{usage}\n```", rows(settings)]
-    if "method" in command.chosen_by:
+    if "method" in command.kind.chosen_by:
         parts.append(more(command))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def more(command: Command) -> str:
     """Where the flags that depend on the method are listed."""
-    if not command.chosen_first:
+    if not command.kind.chosen_first:
         return "Further flags: [settings of the methods](#settings-of-the-methods)."
     own = set(command.settings({}))
     others = (s for m in NETWORK_CONFIGS for s in command.settings({"method": m}).values())

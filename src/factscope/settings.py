@@ -20,7 +20,6 @@ annotation changes the name or the parser; a field marked `INTERNAL` is not a fl
 
 import ast
 import builtins
-import dataclasses
 import difflib
 import inspect
 import math
@@ -28,8 +27,9 @@ import operator
 import re
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -151,10 +151,9 @@ class Setting:
             value = self._value(given)
         else:
             value = self._values(given)
-        for limit in self.limits:
-            number = value[0] if self.flag.also else value
-            if isinstance(number, int | float) and not _within(number, limit):
-                raise self.bad(number, _range_advice(self.limits))
+        number = value[0] if self.flag.also else value
+        if not _within(number, self.limits):
+            raise self.bad(number, _range_advice(self.limits))
         return value
 
     def bad(self, given: Any, advice: str) -> BadSetting:
@@ -251,7 +250,7 @@ def check(value: Any) -> None:
         for element in x if isinstance(x, tuple) else [x]:
             if setting.choices and element is not None and element not in setting.choices:
                 raise BadSetting(f"{name} is {element!r}; {setting.expected}")
-        if isinstance(x, int | float) and not all(_within(x, limit) for limit in setting.limits):
+        if not _within(x, setting.limits):
             raise BadSetting(f"{name} is {x}; {_range_advice(setting.limits)}")
 
 
@@ -279,55 +278,32 @@ def _flatten(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
 @cache
 def _fields(kind: Any) -> tuple[Setting, ...]:
     """The fields of one dataclass, its own before those that it inherits."""
-    hints = _hints(kind)
+    hints: dict[str, Any] = {}
+    for base in kind.__mro__:
+        # Names that are imported for type checkers only become `object`, which cannot be parsed.
+        names = defaultdict(lambda: object, vars(builtins) | vars(sys.modules[base.__module__]))
+        for name, hint in inspect.get_annotations(base).items():
+            if name not in hints:
+                hints[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
+    by_name = {field.name: field for field in fields(kind)}
     settings = []
-    for field in sorted(fields(kind), key=lambda field: _position(kind, field.name)):
-        hint, notes = hints[field.name], ()
+    for name, hint in hints.items():
+        if name not in by_name:  # a class variable
+            continue
+        notes: Sequence[Any] = ()
         if get_origin(hint) is Annotated:
             hint, *notes = get_args(hint)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        required = default is dataclasses.MISSING
+        factory = by_name[name].default_factory
+        default = by_name[name].default if factory is MISSING else factory()
+        required = default is MISSING
         setting = Setting(
-            path=(field.name,), type=hint, default=None if required else default,
-            required=required,
+            path=(name,), type=hint, default=None if required else default, required=required,
             group=(kind.__doc__ or "").split("\n")[0].rstrip("."),
             flag=next((note for note in notes if isinstance(note, Flag)), Flag()),
             limits=tuple(note for note in notes if isinstance(note, Ge | Gt | Le | Lt)),
         )  # fmt: skip
         settings.append(setting)
     return tuple(settings)
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    """Field name to type. Names that are imported for type checkers only become `_Unknown`."""
-    hints: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        names = _Names({**vars(builtins), **vars(sys.modules[base.__module__])})
-        for name, hint in inspect.get_annotations(base).items():
-            hints[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
-    return hints
-
-
-class _Names(dict[str, Any]):
-    """A namespace in which unknown names are `_Unknown`."""
-
-    def __missing__(self, name: str) -> type:
-        return _Unknown
-
-
-class _Unknown:
-    """A type that text cannot be parsed to."""
-
-
-def _position(kind: type, name: str) -> tuple[int, int]:
-    """Sort key: the index of the declaring class in the MRO, then the position in that class."""
-    for i, base in enumerate(kind.__mro__):
-        declared = list(inspect.get_annotations(base))
-        if name in declared:
-            return i, declared.index(name)
-    raise AssertionError(name)
 
 
 @cache
@@ -353,17 +329,17 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 def _replace(value: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
     """`dataclasses.replace` along paths; a class is called instead."""
-    values = {path[0]: x for path, x in changes.items() if len(path) == 1}
-    for name in {path[0]: None for path in changes if len(path) > 1}:
-        nested = {path[1:]: x for path, x in changes.items() if path[0] == name and len(path) > 1}
-        values[name] = _replace(_default(value, name), nested)
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in changes):
+        nested = {path[1:]: x for path, x in changes.items() if path[0] == name}
+        if () in nested:
+            values[name] = nested[()]
+        elif isinstance(value, type):
+            default = next(setting.default for setting in _fields(value) if setting.path == (name,))
+            values[name] = _replace(default, nested)
+        else:
+            values[name] = _replace(getattr(value, name), nested)
     return value(**values) if isinstance(value, type) else replace(value, **values)
-
-
-def _default(value: Any, name: str) -> Any:
-    if not isinstance(value, type):
-        return getattr(value, name)
-    return next(setting.default for setting in _fields(value) if setting.path == (name,))
 
 
 # ---- values
@@ -397,14 +373,21 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _within(x: int | float, limit: Any) -> bool:
+LIMITS = {Ge: "{} or more", Gt: "more than {}", Le: "{} or less", Lt: "less than {}"}
+
+
+def _bound(limit: Any) -> tuple[str, Any]:
+    """The name of the comparison, as in `operator`, and the number to compare with."""
     name = type(limit).__name__.lower()
-    return getattr(operator, name)(x, getattr(limit, name))
+    return name, getattr(limit, name)
+
+
+def _within(x: Any, limits: Sequence[Any]) -> bool:
+    if not isinstance(x, int | float):
+        return True
+    return all(getattr(operator, name)(x, bound) for name, bound in map(_bound, limits))
 
 
 def _range_advice(limits: Sequence[Any]) -> str:
     """The allowed range: "give 1 or more"."""
-    words = {"Ge": "{} or more", "Gt": "more than {}", "Le": "{} or less", "Lt": "less than {}"}
-    names = [type(limit).__name__ for limit in limits]
-    bounds = [words[n].format(getattr(x, n.lower())) for n, x in zip(names, limits, strict=True)]
-    return "give " + " and ".join(bounds)
+    return "give " + " and ".join(LIMITS[type(x)].format(_bound(x)[1]) for x in limits)

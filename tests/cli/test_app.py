@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line(run, words: str, message: str) -> None:
         ("trace --noise 0.25", "tracing.corruption.in_sigmas", False),
         ("trace --preset paper --seed 7", "tracing.corruption.seed", 7),
         ("trace --preset paper", "tracing.window_alignment", "paper_code"),
-        ("trace --limit none", "limit", None),
+        ("trace --limit none", "source.limit", None),
         ("edit --layer auto", "editor.layer", "auto"),
         ("edit --stats none", "editor.second_moment", "identity"),
         ("edit --steps none --prefix-lengths none", "editor.prefix_lengths", ()),
@@ -163,7 +163,7 @@ def test_every_flag_is_documented_and_means_one_thing() -> None:
     for words in every_command():
         entry = COMMANDS[words[0]]
         command = entry if isinstance(entry, Command) else entry[words[1]]
-        methods = EDITORS if "method" in command.chosen_by and not command.chosen_first else [None]
+        methods = EDITORS if "method" in command.kind.chosen_by and not command.kind.chosen_first else [None]
         for method in methods:
             for name, setting in command.settings({"method": method} if method else {}).items():
                 assert setting.help, (words, name)

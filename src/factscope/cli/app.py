@@ -24,21 +24,42 @@ class Group(dict[str, Command]):
 
 
 COMMANDS: dict[str, Command | Group] = {
-    "demo": serve.DEMO,
-    "trace": trace.TRACE,
-    "edit": Group("Write facts into a model.", edit.COMMANDS, default="write"),
-    "generate": edit.GENERATE,
-    "evaluate": evaluate.EVALUATE,
-    "sweep": evaluate.SWEEP,
-    "train": train.TRAIN,
-    "stats": Group("Second moments of the keys of a layer.", stats.COMMANDS, default="collect"),
-    "report": report.REPORT,
-    "recipe": recipe.RECIPE,
-    "serve": serve.SERVE,
-    "models": data.MODELS,
-    "data": Group("Data sets and files of facts.", data.COMMANDS),
-    "study": Group("Human evaluation: a blind form, and its results.", study.COMMANDS),
-}
+    "demo": serve.demo,
+    "trace": trace.trace,
+    "edit": Group(
+        "Write facts into a model.",
+        {
+            "write": edit.write, "show": edit.show, "apply": edit.apply, "export": edit.export,
+            "merge": edit.merge,
+        },
+        default="write",
+    ),
+    "generate": edit.generate,
+    "evaluate": evaluate.evaluate,
+    "sweep": evaluate.sweep,
+    "train": train.train,
+    "stats": Group(
+        "Second moments of the keys of a layer.",
+        {"collect": stats.collect, "merge": stats.merge, "show": stats.show},
+        default="collect",
+    ),
+    "report": report.report,
+    "recipe": recipe.recipe,
+    "serve": serve.serve,
+    "models": data.models,
+    "data": Group(
+        "Data sets and files of facts.",
+        {
+            "list": data.list_data, "get": data.get, "show": data.show,
+            "find-known": data.find_known, "build-counterfact": data.build_counterfact,
+            "composition": data.composition,
+        },
+    ),
+    "study": Group(
+        "Human evaluation: a blind form, and its results.",
+        {"build": study.build, "report": study.report},
+    ),
+}  # fmt: skip
 HELP = "Find where a language model stores a fact, edit it, and measure what changed."
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
@@ -120,16 +141,14 @@ def _failed(message: str, code: int) -> int:
 def _message(error: CycloptsError, words: Sequence[str]) -> str:
     """The message for arguments that cyclopts rejects."""
     match error:
-        case UnknownOptionError() if hasattr(error.target, "unknown"):
-            flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-            unknown = [flag for flag in flags if flag not in getattr(error.target, "flags", ())]
-            if unknown:
-                return getattr(error.target, "unknown")(unknown)  # noqa: B009
+        case UnknownOptionError(target=target) if hasattr(target, "unknown_flags"):
+            message = vars(target)["unknown_flags"](words)
+            if message is not None:
+                return message
         case MissingArgumentError(argument=argument) if argument is not None:
             name = error.keyword or argument.name
-            if error.keyword:
-                return f"{name} needs a value: {argument.parameter.help}"
-            return f"{name} is required: {argument.parameter.help}"
+            missing = "needs a value" if error.keyword else "is required"
+            return f"{name} {missing}: {argument.parameter.help}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             return f"unexpected argument {first!r}; put a text with spaces into quotes"
     text = str(error).strip()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # ---- models
 
 
+@Command
 def models(options: Options) -> None:
     """List the short names, the supported model families and the converted models."""
     from factscope.io import cache_folder
@@ -45,7 +46,10 @@ def models(options: Options) -> None:
         }
         for name, model in sorted(SHORT_NAMES.items())
     ]  # fmt: skip
-    converted = [{"name": c.name, "path": str(c.path), "bytes": c.size} for c in cached_models()]
+    converted = [
+        {"name": folder.name, "path": str(folder), "bytes": size}
+        for folder, size in cached_models().items()
+    ]
     families, cache = sorted(FAMILIES), str(cache_folder())
     if options.json:
         print_json({"default": DEFAULT_MODEL, "short_names": short, "families": families,
@@ -64,9 +68,6 @@ def models(options: Options) -> None:
         say(f"  {row['name']}  {_megabytes(row['bytes'])}")
 
 
-MODELS = Command(run=models, base=lambda given: Options)
-
-
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
 
@@ -74,6 +75,7 @@ def _megabytes(size: int) -> str:
 # ---- data sets
 
 
+@Command
 def list_data(options: Options) -> None:
     """List the data sets, their records, and where they are."""
     from factscope.data.registry import DATA_SETS, count_records, find_local
@@ -119,6 +121,7 @@ class GetOptions(Options):
     """The SHA-256 that the downloaded file must have."""
 
 
+@Command
 def get(options: GetOptions) -> None:
     """Download a data set into the cache, unless it is there, and print its path."""
     from factscope.data.registry import find_data
@@ -143,6 +146,7 @@ class ShowOptions(Options):
     """Without --cases: show only the first N."""
 
 
+@Command
 def show(options: ShowOptions) -> None:
     """Show cases as they are read: the edit, and the prompts that are scored."""
     from factscope.data.readers import read_cases
@@ -208,11 +212,12 @@ class KnownOptions(Options):
     model: ModelOptions = field(default_factory=ModelOptions)
 
 
+@Command
 def find_known(options: KnownOptions) -> None:
     """Find facts that a model knows: greedy decoding names the object before any other name."""
     from factscope.data.readers import pararel_facts, read_facts
     from factscope.io import write_atomic
-    from factscope.tracing.known import find_known as find_known_facts
+    from factscope.tracing.trace import find_known as find_known_facts
 
     if options.patterns is None:
         file = read_facts(options.facts)
@@ -271,6 +276,7 @@ class BuildOptions(Options):
     """Seed of all draws."""
 
 
+@Command
 def build_counterfact(options: BuildOptions) -> None:
     """Build counterfactuals as the paper does (App. D), from a table of facts and patterns."""
     from factscope.data.readers import read_relation_table
@@ -363,6 +369,7 @@ class CompositionOptions(Options):
     """CounterFact, or another file of cases."""
 
 
+@Command
 def composition(options: CompositionOptions) -> None:
     """Count what a file of cases consists of, as in the paper's Table 2."""
     _print_composition(options.file, {"file": str(options.file)}, options.json)
@@ -388,13 +395,3 @@ def _print_composition(file: Path, summary: dict[str, Any], json: bool) -> None:
         covered = f"{summary['covered']} of {len(read.cases)} records have reference texts"
         say(f"{covered}: {summary['references']}")
     say(str(file))
-
-
-COMMANDS = {
-    "list": Command(run=list_data, base=lambda given: Options),
-    "get": Command(run=get, base=lambda given: GetOptions),
-    "show": Command(run=show, base=lambda given: ShowOptions),
-    "find-known": Command(run=find_known, base=lambda given: KnownOptions),
-    "build-counterfact": Command(run=build_counterfact, base=lambda given: BuildOptions),
-    "composition": Command(run=composition, base=lambda given: CompositionOptions),
-}

@@ -1,7 +1,8 @@
 """factscope edit and generate: write facts, work with edit files, generate with edits applied."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from factscope.cli.flags import Command, ModelOptions, Options
+from factscope.cli.flags import Command, FactSource, ModelOptions, Options
 from factscope.cli.output import (
     check_suffix,
     doing,
@@ -21,7 +22,6 @@ from factscope.cli.output import (
     working,
 )
 from factscope.cli.stats import with_statistics
-from factscope.cli.trace import fact_from
 from factscope.editing.settings import EDITORS, Rome, editor
 from factscope.errors import BadFact, BadSetting, PromptTooLong
 from factscope.settings import Flag, settings_of
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.records import EditRecord
 
+    Method = str
+else:
+    Method = Literal[tuple(EDITORS)]
+
 SUFFIX = ".edit"
 
 
@@ -43,12 +47,30 @@ SUFFIX = ".edit"
 class MethodOptions(Options):
     """Options."""
 
-    method: Literal["rome", "r-rome", "memit", "ft", "ft-l", "attn", "kn", "mend", "ke"] = "rome"
+    method: Method = "rome"
     """Edit method. With --help, its settings are listed: --method memit --help."""
     preset: Literal["default", "paper"] = "default"
     """paper computes what the authors' code computes."""
     model: ModelOptions = field(default_factory=ModelOptions)
     editor: Any = field(default_factory=Rome)
+
+    chosen_by = ("method", "preset")
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> "MethodOptions":
+        """The settings of the method and preset."""
+        return cls(editor=editor(given.get("method", "rome"), given.get("preset", "default")))
+
+    @classmethod
+    def explain(cls, flags: Sequence[str], base: "MethodOptions") -> str | None:
+        """A message with the methods that have a flag, and the flags of the chosen method."""
+        known = {name: settings_of(presets["default"]) for name, presets in EDITORS.items()}
+        methods = {flag: [name for name in known if flag in known[name]] for flag in flags}
+        foreign = [f"--{flag} (see {', '.join(names)})" for flag, names in methods.items() if names]
+        if not foreign:
+            return None
+        settings = ", ".join(f"--{name}" for name in settings_of(base.editor))
+        return f"{base.editor.method} has no {', '.join(foreign)}; its settings are {settings}"
 
     def checked_editor(self) -> "Editor":
         """The editor; an error if its weights are missing or its name does not fit."""
@@ -62,30 +84,6 @@ class MethodOptions(Options):
                 f"{self.editor.method} instead of {self.method}"
             )
         return self.editor
-
-
-def method_base(kind: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Default options of a command with a --method."""
-
-    def base(given: Mapping[str, Any]) -> Any:
-        return kind(editor=editor(given.get("method", "rome"), given.get("preset", "default")))
-
-    return base
-
-
-def explain_method(flags: Sequence[str], base: MethodOptions) -> str | None:
-    """A message with the methods that have a flag, and the flags of the chosen method."""
-    methods_with = {
-        flag: [name for name in EDITORS if flag in settings_of(EDITORS[name]["default"])]
-        for flag in flags
-    }
-    foreign = [flag for flag in flags if methods_with[flag]]
-    if not foreign:
-        return None
-    method = base.editor.method
-    listed = ", ".join(f"--{flag} (see {', '.join(methods_with[flag])})" for flag in foreign)
-    settings = ", ".join(f"--{name}" for name in settings_of(base.editor))
-    return f"{method} has no {listed}; its settings are {settings}"
 
 
 # ---- write
@@ -109,18 +107,9 @@ class Judging:
 class WriteOptions(MethodOptions):
     """Options."""
 
-    prompt: Annotated[str | None, Flag(positional=True)] = None
-    """Text up to the object."""
-    subject: str | None = None
-    """The words of the prompt that name the subject."""
+    source: FactSource = field(default_factory=FactSource)
     to: str | None = None
     """The new object."""
-    occurrence: int | None = None
-    """Which occurrence of the subject in the prompt, from 1; the last if not given."""
-    facts: str | None = None
-    """Write all facts of a file or data set in one edit."""
-    limit: Annotated[int | None, Ge(1)] = None
-    """Use only the first N facts."""
     out: Annotated[Path | None, Flag(short="o")] = None
     """Save the edit in this file."""
     page: Path | None = None
@@ -137,12 +126,12 @@ class WriteOptions(MethodOptions):
             raise BadSetting(f"--out is {str(self.out)!r}, a folder; give a file, e.g. rome.edit")
         check_suffix(self.page, "page", ".html")
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
-        if self.facts is None:
+        source, judging = self.source, self.judging
+        if source.facts is None:
             return
         if self.page or self.figure:
             raise BadSetting("--page and --figure show one fact; leave them out with --facts")
-        judging = self.judging
-        of_one_fact = (self.prompt, self.subject, self.to, self.occurrence, judging.true)
+        of_one_fact = (source.prompt, source.subject, source.occurrence, self.to, judging.true)
         if any((*of_one_fact, judging.paraphrase, judging.neighbour)):
             raise BadSetting("--facts FILE has prompts, subjects and objects; leave those out")
 
@@ -152,37 +141,61 @@ class WriteOptions(MethodOptions):
         from factscope.data.registry import find_data
         from factscope.facts import Case
 
-        if self.facts is not None:
-            file = read_cases(find_data(self.facts))
+        source, judging = self.source, self.judging
+        if source.facts is not None:
+            file = read_cases(find_data(source.facts))
             skipped(file.problems)
-            return list(file.cases[: self.limit])
-        if self.prompt is None or self.subject is None or self.to is None:
+            return list(file.cases[: source.limit])
+        if source.prompt is None or source.subject is None or self.to is None:
             raise BadSetting('give a prompt, --subject "…" and the new object --to "…", or --facts')
         if not self.to.strip():
             raise BadFact(f"--to is {self.to!r}; give the new object")
-        judging = self.judging
-        if any(not text.strip() for text in (*judging.paraphrase, *judging.neighbour)):
-            raise BadFact("a --paraphrase or --neighbour is empty; leave it out")
-        fact = fact_from(self.prompt, self.subject, self.occurrence, self.to.strip())
-        true = (judging.true or "").strip() or None
         paraphrases, neighbours = judging.paraphrase, judging.neighbour
+        if any(not text.strip() for text in (*paraphrases, *neighbours)):
+            raise BadFact("a --paraphrase or --neighbour is empty; leave it out")
+        fact, true = source.fact(self.to.strip()), (judging.true or "").strip() or None
         return [Case(fact=fact, true=true, paraphrases=paraphrases, neighbours=neighbours)]
 
 
+@Command
 def write(options: WriteOptions) -> None:
     """Write a fact, or a file of facts, and show predictions before and after.
 
     The word "write" can be left out.
     """
+    from factscope.evaluation.before_after import before_after_each
+    from factscope.report import terminal
+
     options.check()
     cases, editor = options.cases(), options.checked_editor()
     lm = options.model.load()
     cases, known = (cases, []) if options.force else _unpredicted(lm, cases)
     edit = make_edit(lm, editor, cases, force=options.force)
-    if options.facts is None:
-        _show_one(lm, edit, cases[0], options)
+    one, out = options.source.facts is None, options.out
+    with doing("predicting before and after"):
+        tokens = options.judging.max_new_tokens if one else 0
+        records = before_after_each(lm, edit, cases, generation_tokens=tokens)
+    if out is not None:
+        edit.save(out)
+    page, figure = options.page, options.figure
+    drawn = draw_edit(records[0], page, figure) if page or figure else []
+    warn(records)
+    if options.json:
+        print_json(records[0].to_json() if one else _edits_values(records, out, known))
+        return
+    if one:
+        print_edit(records[0])
     else:
-        _show_many(lm, edit, cases, options, known)
+        say(f"{edit.method} on {edit.model}: {len(records)} facts\n", style="bold")
+        results.print(terminal.facts_table(records))
+        _print_changes(records[0])
+    if out is None:
+        say("Not saved; -o FILE.edit saves it.")
+    else:
+        say(f"Saved: {out}, {_size(out)}")
+        say(f'Next: factscope generate "{edit.facts[0].text}" --edit {out}')
+    if drawn:
+        say("Drawn: " + ", ".join(map(str, drawn)))
 
 
 def _unpredicted(lm: "LM", cases: "list[Case]") -> "tuple[list[Case], list[str]]":
@@ -208,19 +221,26 @@ def make_edit(
     lm: "LM", editor: "Editor", cases: "Sequence[Case]", *, force: bool = False
 ) -> "Edit":
     """The edit that writes all the cases; refused if it fails the checks, unless forced."""
-    from factscope.editing.checks import with_checks
-
     facts = [case.request for case in cases]
     editor = with_statistics(lm, editor, facts)
     what = repr(facts[0].text) if len(facts) == 1 else f"{len(facts)} facts"
     with working(f"editing {what}") as done:
         edit = editor(lm, facts, progress=done)
-    if edit.checks is None:
-        [edit] = with_checks(lm, [edit])
+    edit = _checked(lm, edit, force=force)
     assert edit.checks is not None
-    if not force:
-        edit.checks.raise_if_unsafe()
     _complain(edit.checks.complaints())
+    return edit
+
+
+def _checked(lm: "LM", edit: "Edit", *, force: bool) -> "Edit":
+    """The edit with its checks, which a sum does not have yet; refused if it fails them."""
+    from factscope.editing.checks import with_checks
+
+    if edit.checks is None:
+        with doing("checking the edit"):
+            [edit] = with_checks(lm, [edit])
+    if not force and edit.checks is not None:
+        edit.checks.raise_if_unsafe()
     return edit
 
 
@@ -229,54 +249,19 @@ def _complain(complaints: Sequence[str]) -> None:
         note(f"check failed: {complaint}", style="bold red")
 
 
-def _show_one(lm: "LM", edit: "Edit", case: "Case", options: WriteOptions) -> None:
-    """One fact before and after; files are written first."""
-    from factscope.evaluation.before_after import before_after
-
-    tokens = options.judging.max_new_tokens
-    with doing("predicting before and after"):
-        record = before_after(lm, edit, case, generation_tokens=tokens)
-    if options.out is not None:
-        edit.save(options.out)
-    page, figure = options.page, options.figure
-    drawn = draw_edit(record, page, figure) if page or figure else []
-    warn([record])
-    if options.json:
-        print_json(record.to_json())
-        return
-    print_edit(record)
-    _print_file(edit, options.out)
-    if drawn:
-        say("Drawn: " + ", ".join(map(str, drawn)))
-
-
-def _show_many(
-    lm: "LM", edit: "Edit", cases: "Sequence[Case]", options: WriteOptions, known: list[str]
-) -> None:
-    """Many facts before and after, one line each."""
-    from factscope.evaluation.before_after import before_after_each
-    from factscope.report import terminal
-
-    with doing("predicting before and after"):
-        records = before_after_each(lm, edit, cases, generation_tokens=0)
-    if options.out is not None:
-        edit.save(options.out)
-    warn(records)
-    first = records[0]
-    if options.json:
-        names = ("model", "method", "changed_weights", "checks", "settings")
-        shared = {name: value for name, value in asdict(first).items() if name in names}
-        own = ("fact", "true", "prompts")
-        facts = [{name: asdict(record)[name] for name in own} for record in records]
-        file = None if options.out is None else str(options.out)
-        print_json({"kind": "edits", **shared, "file": file, "left_out": known, "facts": facts})
-        return
-    say(f"{edit.method} on {edit.model}: {len(records)} facts\n", style="bold")
-    results.print(terminal.facts_table(records))
-    results.print()
-    results.print(terminal.checks_table(first.checks))
-    results.print(terminal.changed_weights_text(first.changed_weights), soft_wrap=True)
-    _print_file(edit, options.out)
+def _edits_values(
+    records: "Sequence[EditRecord]", out: Path | None, known: list[str]
+) -> dict[str, Any]:
+    """An edit of many facts as JSON values."""
+    values = [asdict(record) for record in records]
+    shared = ("model", "method", "changed_weights", "checks", "settings")
+    return {
+        "kind": "edits",
+        **{name: values[0][name] for name in values[0] if name in shared},
+        "file": None if out is None else str(out),
+        "left_out": known,
+        "facts": [{name: x[name] for name in ("fact", "true", "prompts")} for x in values],
+    }
 
 
 def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> list[Path]:
@@ -310,6 +295,12 @@ def print_edit(record: "EditRecord") -> None:
     if record.generations:
         results.print()
         results.print(terminal.generations_table(record))
+    _print_changes(record)
+
+
+def _print_changes(record: "EditRecord") -> None:
+    from factscope.report import terminal
+
     results.print()
     results.print(terminal.checks_table(record.checks))
     results.print(terminal.changed_weights_text(record.changed_weights), soft_wrap=True)
@@ -336,14 +327,6 @@ def warn(records: "Sequence[EditRecord]") -> None:
             )
 
 
-def _print_file(edit: "Edit", out: Path | None) -> None:
-    if out is None:
-        say("Not saved; -o FILE.edit saves it.")
-        return
-    say(f"Saved: {out}, {_size(out)}")
-    say(f'Next: factscope generate "{edit.facts[0].text}" --edit {out}')
-
-
 def _size(path: Path) -> str:
     size = path.stat().st_size
     return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
@@ -359,6 +342,16 @@ class EditedModel(ModelOptions):
     model: Annotated[str | None, Flag(short="m")] = None  # pyright: ignore
     """Short name, hub id, folder or GGUF file; the one that the edit names if not given."""
 
+    def load_for(self, edits: "Sequence[Edit]") -> "LM":
+        """The model of the edits."""
+        from factscope.lm.sources import DEFAULT_MODEL
+
+        name = self.model or (edits[0].model if edits else DEFAULT_MODEL)
+        lm = replace(self, model=name).load()
+        for edit in edits:
+            edit.check_model(lm)
+        return lm
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
@@ -366,10 +359,6 @@ class ShowOptions(Options):
 
     files: Annotated[tuple[Path, ...], Flag(positional=True)]
     """Edit files, written by `factscope edit -o`."""
-
-    def load(self) -> "list[Edit]":
-        """The edits; an error if a file is given twice."""
-        return _load_edits(self.files)
 
 
 def _load_edits(files: Sequence[Path]) -> "list[Edit]":
@@ -382,37 +371,13 @@ def _load_edits(files: Sequence[Path]) -> "list[Edit]":
     return [Edit.load(file) for file in files]
 
 
-def _load_model(options: ModelOptions, edits: "Sequence[Edit]") -> "LM":
-    """The model of the edits."""
-    from dataclasses import replace
-
-    from factscope.lm.sources import DEFAULT_MODEL
-
-    name = options.model or (edits[0].model if edits else DEFAULT_MODEL)
-    lm = replace(options, model=name).load()
-    for edit in edits:
-        edit.check_model(lm)
-    return lm
-
-
-def _checked(lm: "LM", edit: "Edit", *, force: bool) -> "Edit":
-    """The edit with its checks, which a sum does not have yet; refused if it fails them."""
-    from factscope.editing.checks import with_checks
-
-    if edit.checks is None:
-        with doing("checking the edit"):
-            [edit] = with_checks(lm, [edit])
-    if not force and edit.checks is not None:
-        edit.checks.raise_if_unsafe()
-    return edit
-
-
+@Command
 def show(options: ShowOptions) -> None:
     """Show what edits change: facts, weights, method and settings. Needs no model."""
     from factscope.evaluation.before_after import changed_weights, describe_checks
     from factscope.report.terminal import changed_weights_text, checks_table, settings_table
 
-    pairs = list(zip(options.files, options.load(), strict=True))
+    pairs = list(zip(options.files, _load_edits(options.files), strict=True))
     if options.json:
         print_json([
             {
@@ -446,15 +411,16 @@ class ApplyOptions(ShowOptions):
     model: EditedModel = field(default_factory=EditedModel)
 
 
+@Command
 def apply(options: ApplyOptions) -> None:
     """Apply edits together: each fact without edits, with its own edit, and with all edits."""
     from factscope.editing.checks import with_checks
     from factscope.evaluation.before_after import describe_checks, generate_before_after
     from factscope.report.terminal import applied_table, checks_table, generation_table
 
-    edits = options.load()
+    edits = _load_edits(options.files)
     total = reduce(add, edits)
-    lm = _load_model(options.model, edits)
+    lm = options.model.load_for(edits)
     with doing("predicting"):
         rows = _scores(lm, options.files, edits, total)
         [total] = with_checks(lm, [total])
@@ -476,8 +442,6 @@ def _scores(
     lm: "LM", files: Sequence[Path], edits: "Sequence[Edit]", total: "Edit"
 ) -> list[dict[str, Any]]:
     """The new object's probability for each fact: before, alone, together."""
-    import math
-
     from factscope.evaluation.score import Query, score_queries
 
     facts = [(number, fact) for number, edit in enumerate(edits) for fact in edit.facts]
@@ -511,26 +475,28 @@ class ExportOptions(ShowOptions):
     model: EditedModel = field(default_factory=lambda: EditedModel(dtype="auto"))
 
 
+@Command
 def export(options: ExportOptions) -> None:
     """Write edits for other tools: a LoRA adapter that peft loads, or an edited model."""
-    from factscope.editing.export import export_checkpoint, export_peft
+    from factscope.editing.export import export_peft
 
     peft, checkpoint, force = options.peft, options.checkpoint, options.force
     if (peft is None) == (checkpoint is None):
         raise BadSetting("give either --peft FOLDER or --checkpoint FOLDER")
     if options.max_rank is not None and peft is None:
         raise BadSetting("--max-rank goes with --peft; a checkpoint has the edits in full")
-    edits = options.load()
-    lm = _load_model(options.model, edits)
-    total = _checked(lm, reduce(add, edits), force=force)
+    edits = _load_edits(options.files)
+    if checkpoint is not None:
+        _write_checkpoint(options, edits, checkpoint)
     if peft is not None:
+        lm = options.model.load_for(edits)
+        total = _checked(lm, reduce(add, edits), force=force)
         with doing("writing the adapter"):
             export_peft(total, lm, peft, rank=options.max_rank, force=force)
-        _written(peft, "peft", len(edits), options.json)
-    if checkpoint is not None:
-        with doing("writing the model"):
-            export_checkpoint(edits, lm, checkpoint, force=force)
-        _written(checkpoint, "checkpoint", len(edits), options.json)
+        options.print_result(
+            {"kind": "peft", "path": str(peft), "edits": len(edits)},
+            f"{peft}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(peft)!r})",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,45 +510,33 @@ class MergeOptions(ShowOptions):
     model: EditedModel = field(default_factory=lambda: EditedModel(dtype="auto"))
 
 
+@Command
 def merge(options: MergeOptions) -> None:
     """Merge edits into one edit, or into a model."""
+    edits, out = _load_edits(options.files), options.out
+    if out.suffix != SUFFIX:
+        _write_checkpoint(options, edits, out)
+        return
+    reduce(add, edits).save(out)
+    options.print_result(
+        {"kind": "edit", "path": str(out), "edits": len(edits)},
+        f"{len(edits)} edits in one: {out}\nNext: factscope edit apply {out}",
+    )
+
+
+def _write_checkpoint(
+    options: ExportOptions | MergeOptions, edits: "Sequence[Edit]", folder: Path
+) -> None:
     from factscope.editing.export import export_checkpoint
 
-    edits = options.load()
-    total = reduce(add, edits)
-    if options.out.suffix == SUFFIX:
-        total.save(options.out)
-        _written(options.out, "edit", len(edits), options.json)
-        return
-    lm = _load_model(options.model, edits)
-    _checked(lm, total, force=options.force)
+    lm = options.model.load_for(edits)
+    _checked(lm, reduce(add, edits), force=options.force)
     with doing("writing the model"):
-        export_checkpoint(edits, lm, options.out, force=options.force)
-    _written(options.out, "checkpoint", len(edits), options.json)
-
-
-def _written(path: Path, kind: str, edits: int, json: bool) -> None:
-    if json:
-        print_json({"kind": kind, "path": str(path), "edits": edits})
-        return
-    messages = {
-        "edit": f"{edits} edits in one: {path}\nNext: factscope edit apply {path}",
-        "peft": f"{path}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(path)!r})",
-        "checkpoint": f'{path}\nNext: factscope generate "…" --model {path}',
-    }
-    say(messages[kind])
-
-
-COMMANDS = {
-    "write": Command(
-        run=write, base=method_base(WriteOptions), chosen_by=("method", "preset"),
-        explain=explain_method,
-    ),
-    "show": Command(run=show, base=lambda given: ShowOptions),
-    "apply": Command(run=apply, base=lambda given: ApplyOptions),
-    "export": Command(run=export, base=lambda given: ExportOptions),
-    "merge": Command(run=merge, base=lambda given: MergeOptions),
-}  # fmt: skip
+        export_checkpoint(edits, lm, folder, force=options.force)
+    options.print_result(
+        {"kind": "checkpoint", "path": str(folder), "edits": len(edits)},
+        f'{folder}\nNext: factscope generate "…" --model {folder}',
+    )
 
 
 # ---- generate
@@ -609,65 +563,51 @@ class GenerateOptions(Options):
     model: EditedModel = field(default_factory=EditedModel)
 
 
+@Command
 def generate(options: GenerateOptions) -> None:
     """Continue texts, with or without edits. No weights are written."""
+    from rich.text import Text
+
+    from factscope.records import Generation
+    from factscope.report.terminal import generation_table
+
     if options.greedy and options.top_k is not None:
         raise BadSetting("give --greedy or --top-k N, not both")
     if options.compare and not options.edit:
         raise BadSetting("--compare needs an --edit FILE to compare with")
     edits = _load_edits(options.edit)
     total = reduce(add, edits) if edits else None
-    lm = _load_model(options.model, edits)
-    _check_length(lm, options)
+    lm = options.model.load_for(edits)
     with doing("generating"):
-        before = _continuations(lm, None, options) if options.compare else None
         after = _continuations(lm, total, options)
+        rows = [{"text": t, "says": x} for t, x in zip(options.prompts, after, strict=True)]
+        if options.compare:
+            before = _continuations(lm, None, options)
+            rows = [{**row, "unedited": x} for row, x in zip(rows, before, strict=True)]
     if options.json:
-        rows = [{"text": t, "says": a} for t, a in zip(options.prompts, after, strict=True)]
-        if before is not None:
-            rows = [{**row, "unedited": b} for row, b in zip(rows, before, strict=True)]
-        files = [str(file) for file in options.edit]
-        print_json({"model": lm.name, "edits": files, "texts": rows})
+        print_json({"model": lm.name, "edits": [str(file) for file in options.edit], "texts": rows})
         return
-    _print_texts(options.prompts, before, after, total)
-
-
-GENERATE = Command(run=generate, base=lambda given: GenerateOptions)
-
-
-def _check_length(lm: "LM", options: GenerateOptions) -> None:
-    from factscope.lm.tokens import encode
-
-    longest = max(len(encode(lm, text)) for text in options.prompts)
-    if lm.context is not None and longest + options.max_new_tokens > lm.context:
-        raise PromptTooLong(
-            f"a prompt of {longest} tokens and {options.max_new_tokens} new ones exceed the "
-            f"context of {lm.name}, {lm.context} tokens; give a smaller --max-new-tokens"
-        )
+    objects = [fact.target or "" for fact in total.facts] if total else []
+    for row in rows:
+        if options.compare:
+            text = Generation(text=row["text"], before=row["unedited"], after=row["says"])
+            results.print(generation_table(text, objects))
+        else:
+            results.print(Text.assemble((row["text"], "bold"), row["says"]), soft_wrap=True)
 
 
 def _continuations(lm: "LM", edit: "Edit | None", options: GenerateOptions) -> list[str]:
     from factscope.editing.per_row import edited
-    from factscope.lm.generate import argmax_choice, top_k_choice
-    from factscope.lm.generate import generate as generate_texts
+    from factscope.lm.generate import argmax_choice, generate, top_k_choice
+    from factscope.lm.tokens import encode
 
+    prompts, tokens = options.prompts, options.max_new_tokens
+    longest = max(len(encode(lm, text)) for text in prompts)
+    if lm.context is not None and longest + tokens > lm.context:
+        raise PromptTooLong(
+            f"a prompt of {longest} tokens and {tokens} new ones exceed the context of {lm.name}, "
+            f"{lm.context} tokens; give a smaller --max-new-tokens"
+        )
     choose = argmax_choice if options.greedy else top_k_choice(options.top_k or 5, options.seed)
     with edited(lm, [edit]):
-        return generate_texts(lm, options.prompts, options.max_new_tokens, choose)
-
-
-def _print_texts(
-    prompts: Sequence[str], before: Sequence[str] | None, after: Sequence[str], edit: "Edit | None"
-) -> None:
-    from rich.text import Text
-
-    from factscope.records import Generation
-    from factscope.report.terminal import generation_table
-
-    objects = [fact.target or "" for fact in edit.facts] if edit else []
-    for i, (text, continuation) in enumerate(zip(prompts, after, strict=True)):
-        if before is None:
-            results.print(Text.assemble((text, "bold"), continuation), soft_wrap=True)
-        else:
-            generation = Generation(text=text, before=before[i], after=continuation)
-            results.print(generation_table(generation, objects))
+        return generate(lm, prompts, tokens, choose)

@@ -1,27 +1,26 @@
 """factscope evaluate and sweep: an editor on many cases, into a run folder."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from factscope.cli.edit import MethodOptions, explain_method, method_base
+from factscope.cli.edit import MethodOptions
 from factscope.cli.flags import Command
 from factscope.cli.output import doing, note, print_json, say, skipped, working
-from factscope.cli.report import print_sweep, summary_values
+from factscope.cli.report import print_sweep
 from factscope.cli.stats import each_with_statistics, with_statistics
 from factscope.editing.settings import EDITORS, HypernetEditor, Memit
 from factscope.errors import BadSetting, FactscopeError
 from factscope.evaluation.settings import ScoringOptions
-from factscope.settings import Flag, Setting, settings_of
+from factscope.settings import Flag, settings_of
 
 if TYPE_CHECKING:
     from factscope.editing.editor import Editor
     from factscope.lm.model import LM
-    from factscope.records import CaseRecord
     from factscope.runs.evaluate import EvaluateRun, Executor
 
 
@@ -75,19 +74,15 @@ class EvaluateOptions(MethodOptions):
         """The model for this process; Ray actors load it on their own devices."""
         return self.model.load(device="cpu" if self.engine == "ray" else None)
 
-    @contextmanager
-    def executor(self, lm: "LM", run: "EvaluateRun") -> "Iterator[Executor | None]":
+    def executor(self, lm: "LM", run: "EvaluateRun") -> "AbstractContextManager[Executor | None]":
         """The executor of a run's work items; None for this process."""
         if self.engine == "local":
-            yield None
-            return
-        from factscope.runs.ray import WorkerSetup, ray_executor
+            return nullcontext()
+        from factscope.runs.ray import make_evaluation, ray_executor
 
-        setup = WorkerSetup(replace(run, editor=run.editor.resolve(lm)), self.model.device)
-        with ray_executor(
-            setup, run.protocol, address=self.ray_address, workers=self.ray_workers
-        ) as executor:
-            yield executor
+        resolved = replace(run, editor=run.editor.resolve(lm))
+        make = partial(make_evaluation, resolved, self.model.device)
+        return ray_executor(make, run.protocol, address=self.ray_address, workers=self.ray_workers)
 
 
 def data_name(data: str) -> str:
@@ -111,8 +106,13 @@ def _row_name(editor: "Editor", preset: str) -> str:
     return editor.method if same else f"{editor.method}, {preset}"
 
 
+@Command
 def evaluate(options: EvaluateOptions) -> None:
     """Edit and score many cases: the metrics of the paper, into a run folder."""
+    from factscope.analysis.metrics import summarize
+    from factscope.report.evaluations import evaluation_tables
+    from factscope.report.tables import as_markdown
+
     run = options.evaluation()
     file = run.read()
     skipped(file.problems)
@@ -125,29 +125,17 @@ def evaluate(options: EvaluateOptions) -> None:
         working("evaluating", len(file.cases)) as done,
     ):
         resolved.run(lm, folder, file.cases, executor=executor, progress=done)
-    _print(folder.case_records(), options, list(file.problems))
-
-
-def _print(records: "list[CaseRecord]", options: EvaluateOptions, problems: list[str]) -> None:
-    """The table of the run."""
-    from factscope.analysis.metrics import summarize
-    from factscope.report.evaluations import evaluation_tables
-    from factscope.report.tables import as_markdown
-
-    summaries = summarize(records)
+    records = folder.case_records()
+    summaries, problems = summarize(records), list(file.problems)
     if options.json:
-        rows = [summary_values(row) for row in summaries]
-        print_json({"run": str(options.out), "left_out": problems, "summaries": rows})
+        rows = [asdict(row) for row in summaries]
+        print_json({"run": options.out, "left_out": problems, "summaries": rows})
         return
     for record in [record for record in records if record.failed][:5]:
         note(f"failed: case {record.fact.id}: {record.error}")
     for table in evaluation_tables(summaries, include_published=False):
         say(as_markdown(table))
     say(f"Next: factscope report {options.out}")
-
-
-METHOD: dict[str, Any] = {"chosen_by": ("method", "preset"), "explain": explain_method}
-EVALUATE = Command(run=evaluate, base=method_base(EvaluateOptions), **METHOD)
 
 
 # ---- sweep
@@ -175,35 +163,30 @@ class SweepOptions(EvaluateOptions):
                 raise BadSetting(f"--grid is {word!r}; write NAME=VALUES, with NAME from {flags}")
             if axis in axes:
                 raise BadSetting(f"--grid {name} is given twice; give all its values at once")
-            axes[axis] = _values(self._setting(name.strip()), values)
+            axes[axis] = self._values(name.strip(), values)
             if not axes[axis]:
                 raise BadSetting(f"--grid is {word!r}; it has no values")
         if not axes:
             raise BadSetting("a sweep needs a grid, e.g. --grid layer=0-29")
         return axes
 
-    def _setting(self, name: str) -> Setting:
-        """The method's setting of that name."""
-        settings = settings_of(self.editor)
-        if name in settings:
-            return settings[name]
-        if name == "layer" and isinstance(self.editor, Memit):
-            advice = ": it edits several layers at once, which `evaluate --layers` gives"
-        else:
+    def _values(self, name: str, text: str) -> dict[Any, Any]:
+        """The values of an axis; those that contain commas are separated by semicolons."""
+        setting = settings_of(self.editor).get(name)
+        if setting is None:
             advice = "; leave it out, or choose another --method"
-        raise BadSetting(f"{self.method} has no --{name}{advice}")
+            if name == "layer" and isinstance(self.editor, Memit):
+                advice = ": it edits several layers at once, which `evaluate --layers` gives"
+            raise BadSetting(f"{self.method} has no --{name}{advice}")
+        words = [w.strip() for w in text.split(";" if setting.repeated else ",") if w.strip()]
+        if int in setting.types:
+            layers = replace(setting, type=tuple[int, ...]).parse(words) if words else ()
+            return {layer: layer for layer in layers}
+        values = [setting.parse(word) for word in words]
+        return {x if isinstance(x, int | float | str) else setting.text(x): x for x in values}
 
 
-def _values(setting: Setting, text: str) -> dict[Any, Any]:
-    """The values of an axis; those that contain commas are separated by semicolons."""
-    words = [word.strip() for word in text.split(";" if setting.repeated else ",") if word.strip()]
-    if int in setting.types:
-        layers = replace(setting, type=tuple[int, ...]).parse(words) if words else ()
-        return {layer: layer for layer in layers}
-    values = [setting.parse(word) for word in words]
-    return {x if isinstance(x, int | float | str) else setting.text(x): x for x in values}
-
-
+@Command
 def sweep(options: SweepOptions) -> None:
     """Evaluate a method at every point of a grid of layers, tokens, limits or prefix lengths.
 
@@ -212,23 +195,25 @@ def sweep(options: SweepOptions) -> None:
     from factscope.analysis.sweep import grid_points
     from factscope.runs.sweep import SweepPoint, SweepRun
 
-    axes = options.axes()
-    base = options.evaluation()
-    settings = grid_points({axis: list(values) for axis, values in axes.items()})
-    runs = [_at_point(base, axes, point, options.preset) for point in settings]
+    axes, base = options.axes(), options.evaluation()
+    grid = {axis: list(values) for axis, values in axes.items()}
+    settings = grid_points(grid)
+    changes = [{axis: axes[axis][value] for axis, value in point.items()} for point in settings]
+    editors: list[Any] = [replace(base.editor, **x) for x in changes]  # pyright: ignore
     file = base.read()
     skipped(file.problems)
     lm = options.load()
-    run = SweepRun(base=base, grid={axis: list(values) for axis, values in axes.items()})
+    run = SweepRun(base=base, grid=grid)
     folder = run.create_or_open(lm, options.out)
-    facts = [case.fact for case in file.cases]
-    editors = each_with_statistics(lm, [run.editor for run in runs], facts)
+    # The method can change: FT with a limit is FT+L, and FT+L without one is FT.
+    runs = [
+        replace(base, editor=editor, method=_row_name(editor, options.preset))
+        if not isinstance(editor, FactscopeError)
+        else editor
+        for editor in each_with_statistics(lm, editors, [case.fact for case in file.cases])
+    ]
     points = [
-        SweepPoint(
-            settings=point,
-            run=editor if isinstance(editor, FactscopeError) else replace(own, editor=editor),
-        )
-        for point, own, editor in zip(settings, runs, editors, strict=True)
+        SweepPoint(settings=point, run=own) for point, own in zip(settings, runs, strict=True)
     ]
     with working(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
         run.run(
@@ -236,16 +221,3 @@ def sweep(options: SweepOptions) -> None:
             make_executor=lambda own: options.executor(lm, own), progress=done,
         )  # fmt: skip
     print_sweep(folder, None, options.json)
-
-
-def _at_point(
-    base: "EvaluateRun", axes: Mapping[str, Mapping[Any, Any]], point: Mapping[str, Any],
-    preset: str,
-) -> "EvaluateRun":  # fmt: skip
-    """The evaluation at a point. FT with a limit is FT+L, and FT+L without one is FT."""
-    changes = {axis: axes[axis][value] for axis, value in point.items()}
-    editor = replace(base.editor, **changes)  # pyright: ignore[reportArgumentType]
-    return replace(base, editor=editor, method=_row_name(editor, preset))
-
-
-SWEEP = Command(run=sweep, base=method_base(SweepOptions), **METHOD)

@@ -8,19 +8,23 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from cyclopts import Group, Parameter
 
-from factscope.cli.output import doing
+from factscope.cli.output import doing, note, print_json, say
 from factscope.errors import BadSetting
 from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
 
 if TYPE_CHECKING:
+    from factscope.facts import Fact
     from factscope.lm.model import LM
+
+# ---- options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,29 @@ class Options:
 
     json: bool = False
     """Print the result as JSON on stdout, and nothing else."""
+
+    chosen_by: ClassVar[tuple[str, ...]] = ()
+    """Flags that the defaults and the other flags depend on, such as the method."""
+    chosen_first: ClassVar[bool] = False
+    """Whether the only such flag is the first positional argument."""
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> Any:
+        """Default options, given the flags of `chosen_by`; a class if some are required."""
+        return cls
+
+    @classmethod
+    def explain(cls, flags: Sequence[str], base: Any) -> str | None:
+        """A specific message about unknown flags; None for the usual one."""
+        return None
+
+    def print_result(self, value: Any, *lines: str) -> None:
+        """Print the value as JSON, or the lines."""
+        if self.json:
+            print_json(value)
+            return
+        for line in lines:
+            say(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,41 +75,58 @@ class ModelOptions:
         """The model, with a spinner while it loads."""
         from factscope.lm.load import load
 
+        device, placement = device or self.device, self.device_map
         with doing(f"loading {self.model}"):
-            return load(
-                self.model, device=device or self.device, dtype=self.dtype,
-                device_map=self.device_map,
-            )  # fmt: skip
+            return load(self.model, device=device, dtype=self.dtype, device_map=placement)
 
 
 @dataclass(frozen=True, kw_only=True)
+class FactSource:
+    """Options."""
+
+    prompt: Annotated[str | None, Flag(positional=True)] = None
+    """Text up to the object."""
+    subject: str | None = None
+    """The words of the prompt that name the subject."""
+    occurrence: int | None = None
+    """Which occurrence of the subject in the prompt, from 1; the last if not given."""
+    facts: str | None = None
+    """Instead of a prompt: all facts of a file or data set, e.g. known."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Use only the first N facts."""
+
+    def fact(self, target: str | None) -> "Fact":
+        """The fact of the prompt; a note if the subject occurs twice."""
+        from factscope.facts import Fact, occurrences
+
+        assert self.prompt is not None
+        assert self.subject is not None
+        fact = Fact.from_text(self.prompt, self.subject, self.occurrence, target=target)
+        count = len(occurrences(self.prompt, self.subject))
+        if count > 1 and self.occurrence is None:
+            note(f"The subject occurs {count} times; the last is used. Choose with --occurrence.")
+        return fact
+
+
+# ---- commands
+
+
 class Command:
-    """A function of one value, whose fields are the flags."""
+    """A function of one value, whose fields are the flags; its docstring is the help text."""
 
-    run: Callable[[Any], None]
-    """Its docstring is the help text."""
-    base: Callable[[Mapping[str, Any]], Any]
-    """Default options, given the flags: they may depend on some, such as the preset."""
-    chosen_by: tuple[str, ...] = ()
-    """The flags that `base` depends on."""
-    chosen_first: bool = False
-    """Whether that flag is given as the first positional argument instead."""
-    explain: Callable[[Sequence[str], Any], str | None] = field(default=lambda flags, base: None)
-    """A specific message about unknown flags; None for the usual one."""
-
-    @property
-    def help(self) -> str:
-        """What the command does."""
-        return inspect.getdoc(self.run) or ""
+    def __init__(self, run: Callable[[Any], None]) -> None:
+        self.run = run
+        self.help = inspect.getdoc(run) or ""
+        self.kind: type[Options] = inspect.get_annotations(run)["options"]
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """The flags of the command; they may depend on some of those given, such as the method."""
-        return settings_of(self.base(given))
+        return settings_of(self.kind.defaults(given))
 
     def options(self, given: Mapping[str, Any]) -> Any:
         """The options that flags or the keys of a recipe describe, checked."""
         with self.naming_flags(given):
-            base = self.base(given)
+            base = self.kind.defaults(given)
             unknown = [name for name in given if name not in settings_of(base)]
             if unknown:
                 raise BadSetting(self.unknown(unknown, base))
@@ -111,15 +155,20 @@ class Command:
 
     def unknown(self, names: Sequence[str], base: Any) -> str:
         """The message for flags that the command does not have."""
-        return self.explain(names, base) or unknown_flag(names[0], settings_of(base))
+        return self.kind.explain(names, base) or unknown_flag(names[0], settings_of(base))
 
     def function(self, words: Sequence[str]) -> Callable[..., None]:
         """What cyclopts calls: a function with a parameter for each flag."""
-        chosen = _early_values(words, self.chosen_by)
-        if self.chosen_first and words and not words[0].startswith("-"):
-            chosen = {self.chosen_by[0]: words[0]}
+        # These values must be read before the other flags of the command are known.
+        chosen: dict[str, str] = {}
+        for word, after in zip(words, [*words[1:], ""], strict=False):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--") and flag[2:] in self.kind.chosen_by:
+                chosen[flag[2:]] = value if equals else after
+        if self.kind.chosen_first and words and not words[0].startswith("-"):
+            chosen = {self.kind.chosen_by[0]: words[0]}
         with self.naming_flags(chosen):
-            base = self.base(chosen)
+            base = self.kind.defaults(chosen)
         known = {s.name.replace("-", "_"): s for s in settings_of(base).values()}
         order = sorted(known, key=lambda name: not known[name].flag.positional)
         panels = dict.fromkeys(s.group for s in known.values())
@@ -131,22 +180,15 @@ class Command:
             bound = signature.bind(*values, **given).arguments
             self({known[name].name: x for name, x in bound.items() if x is not None})
 
-        setattr(command, "__signature__", signature)  # noqa: B010 - pyright knows no such attribute
+        def unknown_flags(words: Sequence[str]) -> str | None:
+            flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+            unknown = [flag for flag in flags if flag.replace("-", "_") not in known]
+            return self.unknown(unknown, base) if unknown else None
+
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__doc__ = self.help
-        setattr(command, "unknown", lambda names: self.unknown(names, base))  # noqa: B010
-        setattr(command, "flags", frozenset(s.name for s in known.values()))  # noqa: B010
+        vars(command).update(__signature__=signature, unknown_flags=unknown_flags)
         return command
-
-
-def _early_values(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The values of the named flags, read before the other flags of the command are known."""
-    values = {}
-    for word, after in zip(words, [*words[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag[2:] in names:
-            values[flag[2:]] = value if equals else after
-    return values
 
 
 def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Parameter:
@@ -155,6 +197,13 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
     # it: so the converter returns exactly what is annotated, words except for choices.
     kind: Any = s.type if s.switch or s.choices else list[str] if s.repeated else str
     default = s.text(s.default)
+
+    def convert(kind: Any, tokens: Sequence[Any]) -> Any:
+        """Check choices, and pass other text on for `build` to parse."""
+        words = [token.value for token in tokens]
+        given = words if s.repeated else words[-1]
+        return s.parse(given) if s.choices else given
+
     show_default = not (s.switch or s.required or default == "none")
     details: dict[str, Any] = {
         "help": re.sub(r"\bNone\b", "none", s.help),
@@ -163,7 +212,7 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
         "consume_multiple": False,
         "allow_repeating": True,  # the last one counts, so that a script can append an override
         "allow_leading_hyphen": not s.flag.positional and not s.switch,
-        "converter": None if s.switch else _converter(s),
+        "converter": None if s.switch else convert,
         "show_default": (lambda _: default) if show_default else False,
     }
     if not s.flag.positional:
@@ -185,14 +234,3 @@ def metavar(s: Setting) -> str:
     names = {int: "N", float: "X", Path: "PATH", tuple[int, int]: "NxM"}
     name = names.get(kinds[0], "TEXT") if len(kinds) == 1 and s.flag.parse is None else "TEXT"
     return ("CHOICE" if s.choices else name) + ("…" if s.repeated else "")
-
-
-def _converter(s: Setting) -> Callable[[Any, Sequence[Any]], Any]:
-    """A converter that checks choices, and passes other text on for `build` to parse."""
-
-    def convert(kind: Any, tokens: Sequence[Any]) -> Any:
-        words = [token.value for token in tokens]
-        given = words if s.repeated else words[-1]
-        return s.parse(given) if s.choices else given
-
-    return convert

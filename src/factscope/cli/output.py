@@ -1,25 +1,14 @@
 """Output of commands: results to stdout; notes and progress bars to stderr."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -47,8 +36,11 @@ def skipped(problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON value on stdout."""
-    print(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    """Print one JSON value on stdout; paths become text, NaN and infinity become null."""
+    if not isinstance(value, str):
+        text = json.dumps(value, default=os.fspath)
+        value = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+    print(value)
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> None:
@@ -65,10 +57,10 @@ def check_suffix(path: Path | None, flag: str, *suffixes: str) -> None:
         raise BadSetting(f"--{flag} is {str(path)!r}; it must end in {' or '.join(suffixes)}")
 
 
-class Rate(ProgressColumn):
+class Rate(progress.ProgressColumn):
     """Items per second, or seconds per item."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         """The rate in whichever unit is above one."""
         speed = task.finished_speed or task.speed
         if not speed:
@@ -77,9 +69,15 @@ class Rate(ProgressColumn):
 
 
 @contextmanager
-def _bar(what: str, total: int | float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
-    columns = (TextColumn("{task.description}", markup=False), *columns)
-    with Progress(*columns, console=notes, **options) as bar:
+def _bar(what: str, total: float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
+    """A bar with the elapsed time and, if the length is known, the ETA."""
+    columns = (
+        progress.TextColumn("{task.description}", markup=False), *columns,
+        progress.TimeElapsedColumn(),
+    )  # fmt: skip
+    if total is not None:
+        columns = (*columns, progress.TextColumn("left"), progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=notes, **options) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -87,7 +85,7 @@ def _bar(what: str, total: int | float | None, *columns: Any, **options: Any) ->
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[float], None]]:
     """A bar with rate and ETA; call it with the number of items done."""
-    columns = (BarColumn(), MofNCompleteColumn(), Rate(), *_times())
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), Rate())
     with _bar(what, total, *columns, speed_estimate_period=300) as advance:
         yield advance
 
@@ -99,7 +97,7 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[float], N
         with counting(what, total) as advance:
             yield lambda fraction: advance(fraction * total)
         return
-    columns = (BarColumn(), TaskProgressColumn(), *_times())
+    columns = (progress.BarColumn(), progress.TaskProgressColumn())
     with _bar(what, 1.0, *columns, transient=True) as advance:
         yield advance
 
@@ -107,9 +105,5 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[float], N
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """A spinner with the elapsed time, for work of unknown length."""
-    with _bar(what, None, SpinnerColumn(), TimeElapsedColumn(), transient=True):
+    with _bar(what, None, progress.SpinnerColumn(), transient=True):
         yield
-
-
-def _times() -> tuple[ProgressColumn, ...]:
-    return TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()

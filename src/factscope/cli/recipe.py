@@ -3,29 +3,31 @@
 import io
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from factscope.cli.evaluate import EVALUATE, SWEEP
+from factscope.cli.evaluate import evaluate, sweep
 from factscope.cli.flags import Command, Options
-from factscope.cli.output import note, print_json, say
-from factscope.cli.report import REPORT
-from factscope.cli.stats import COMMANDS as STATS
-from factscope.cli.trace import TRACE
-from factscope.cli.train import TRAIN
+from factscope.cli.output import note, print_json
+from factscope.cli.report import report
+from factscope.cli.stats import collect
+from factscope.cli.trace import trace
+from factscope.cli.train import train
 from factscope.errors import BadInput, BadSetting
+from factscope.io import write_atomic
 from factscope.runs.folder import WEIGHTS
 from factscope.runs.recipe import Flags, Recipe, flag_words, read_recipe
 from factscope.settings import Flag
 
 COMMANDS = {
-    "evaluate": EVALUATE, "sweep": SWEEP, "trace": TRACE, "train": TRAIN,
-    "stats": STATS["collect"], "report": REPORT,
+    "evaluate": evaluate, "sweep": sweep, "trace": trace, "train": train, "stats": collect,
+    "report": report,
 }  # fmt: skip
 """The commands that a recipe can run."""
 OWN_FLAGS = {"out", "json", "runs"}
@@ -78,11 +80,6 @@ class Planned:
         positional = [name for name, setting in known.items() if setting.flag.positional]
         return [self.command, *flag_words(self.settings, positional)]
 
-    @property
-    def is_report(self) -> bool:
-        """Whether it is a report; reports are written every time."""
-        return self.command == "report"
-
     def run(self, as_json: bool) -> Any:
         """Run it in this process; with --json its result is returned."""
         command = COMMANDS[self.command]
@@ -94,11 +91,12 @@ class Planned:
         return json.loads(written.getvalue())
 
 
+@Command
 def recipe(options: RecipeOptions) -> None:
     """Reproduce a table or figure of the paper: do the unfinished runs, then write the reports."""
     changed = {name: x for name, x in vars(options.replacements).items() if x is not None}
-    contents = read_recipe(options.file, known_flags(), changed)
-    plan, finished = _plan(contents, options.out), _finished(options.out)
+    contents, out = read_recipe(options.file, known_flags(), changed), options.out
+    plan, finished = _plan(contents, out), _finished(out)
     for planned in plan:  # check all before the first runs; weights may not be trained yet
         given = {name: value for name, value in planned.settings.items() if name != "weights"}
         try:
@@ -106,7 +104,15 @@ def recipe(options: RecipeOptions) -> None:
         except BadInput as error:
             raise BadSetting(f"{options.file}, {planned.name}: {error}") from error
     if options.dry_run:
-        _show(contents.title, plan, finished, options.json)
+        steps = [(x.name, ["factscope", *x.words], finished.get(x.name) == x.words) for x in plan]
+        options.print_result(
+            {
+                "recipe": contents.title,
+                "steps": [{"name": n, "words": words, "finished": f} for n, words, f in steps],
+            },
+            contents.title,
+            *(shlex.join(words) + ("  # finished" if f else "") for _, words, f in steps),
+        )
         return
     results: dict[str, Any] = {}
     for i, planned in enumerate(plan, 1):
@@ -116,27 +122,22 @@ def recipe(options: RecipeOptions) -> None:
             continue
         note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
         results[planned.name] = planned.run(options.json)
-        if not planned.is_report:
+        if planned.command != "report":  # reports are written every time
             finished[planned.name] = words
-            _save_finished(options.out, finished)
+            text = json.dumps(finished, indent=2, ensure_ascii=False) + "\n"
+            write_atomic(out / FINISHED, text)
     if options.json:
-        print_json({"recipe": contents.title, "out": str(options.out), "results": results})
-
-
-RECIPE = Command(run=recipe, base=lambda given: RecipeOptions)
+        print_json({"recipe": contents.title, "out": str(out), "results": results})
 
 
 def known_flags() -> Flags:
     """Command → its flags that a recipe can give."""
 
-    def flags_of(command: Command):
-        def flags(given: Mapping[str, Any]) -> frozenset[str]:
-            chosen = {name: x for name, x in given.items() if name in command.chosen_by}
-            return frozenset(command.settings(chosen)) - OWN_FLAGS
+    def flags(command: Command, given: Mapping[str, Any]) -> frozenset[str]:
+        chosen = {name: x for name, x in given.items() if name in command.kind.chosen_by}
+        return frozenset(command.settings(chosen)) - OWN_FLAGS
 
-        return flags
-
-    return {name: flags_of(command) for name, command in COMMANDS.items()}
+    return {name: partial(flags, command) for name, command in COMMANDS.items()}
 
 
 def _plan(contents: Recipe, out: Path) -> list[Planned]:
@@ -151,10 +152,10 @@ def _plan(contents: Recipe, out: Path) -> list[Planned]:
             figure = step.command == "trace" and "facts" not in settings
             settings["out"] = str(out / (f"{step.name}.pdf" if figure else step.name))
         plan.append(Planned(name=step.name, command=step.command, settings=settings))
-    for report in contents.reports:
-        runs = [str(out / name) for name in report.runs]
-        settings = {"runs": runs, **report.settings, "out": str(out / report.name)}
-        plan.append(Planned(name=f"report:{report.name}", command="report", settings=settings))
+    for entry in contents.reports:
+        runs = [str(out / name) for name in entry.runs]
+        settings = {"runs": runs, **entry.settings, "out": str(out / entry.name)}
+        plan.append(Planned(name=f"report:{entry.name}", command="report", settings=settings))
     return plan
 
 
@@ -169,30 +170,3 @@ def _finished(out: Path) -> dict[str, list[str]]:
         for name, words in recorded.items()
         if "--out" not in words or Path(words[words.index("--out") + 1]).exists()
     }
-
-
-def _save_finished(out: Path, finished: dict[str, list[str]]) -> None:
-    from factscope.io import write_atomic
-
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / FINISHED, json.dumps(finished, indent=2, ensure_ascii=False) + "\n")
-
-
-def _show(
-    title: str, plan: Sequence[Planned], finished: Mapping[str, list[str]], as_json: bool
-) -> None:
-    """Print the commands, and which are finished."""
-    steps = [
-        {
-            "name": planned.name,
-            "words": ["factscope", *planned.words],
-            "finished": finished.get(planned.name) == planned.words,
-        }
-        for planned in plan
-    ]
-    if as_json:
-        print_json({"recipe": title, "steps": steps})
-        return
-    say(title)
-    for step in steps:
-        say(shlex.join(step["words"]) + ("  # finished" if step["finished"] else ""))

@@ -16,14 +16,15 @@ from factscope.cli.trace import draw_trace, print_trace
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting
 from factscope.serve.limits import ServerLimits
-from factscope.settings import Flag
+from factscope.settings import INTERNAL, Flag
 from factscope.tracing.settings import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(Options):
     """Options."""
 
+    json: Annotated[bool, INTERNAL] = False
     runs: Path | None = None
     """Folder of runs to compare, written by trace, evaluate or sweep."""
     host: str = "127.0.0.1"
@@ -36,6 +37,7 @@ class ServeOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
+@Command
 def serve(options: ServeOptions) -> None:
     """Open a page to trace, edit and compare, for several people at once."""
     try:
@@ -52,14 +54,11 @@ def serve(options: ServeOptions) -> None:
     lm = options.model.load()
     state = ServerState(lm=lm, runs=options.runs, limits=options.limits)
     # The page itself warns of a missing C; a client that disconnects is not an error.
-    with _errors_only("factscope.editing.closed_form", "asyncio"), suppress(KeyboardInterrupt):
+    with _errors_only("factscope.editing.defaults", "asyncio"), suppress(KeyboardInterrupt):
         run(
             state, host=options.host, port=options.port, allowed_hosts=options.allowed_host,
             ready=lambda address: say(f"{lm.name} at {address} (Ctrl-C stops)"),
         )  # fmt: skip
-
-
-SERVE = Command(run=serve, base=lambda given: ServeOptions)
 
 
 @contextmanager
@@ -97,6 +96,7 @@ class DemoOptions(Options):
     model: ModelOptions = field(default_factory=ModelOptions)
 
 
+@Command
 def demo(options: DemoOptions) -> None:
     """Trace where the model stores the Eiffel Tower's city, move it to Rome, and draw both."""
     from factscope.evaluation.before_after import before_after
@@ -134,6 +134,3 @@ def demo(options: DemoOptions) -> None:
     say("")
     say(f"Files: {', '.join(str(path) for path in files)}")
     say(f"Open {files[0]}")
-
-
-DEMO = Command(run=demo, base=lambda given: DemoOptions)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from factscope.cli.flags import Command, ModelOptions, Options
-from factscope.cli.output import check_suffix, doing, note, print_json, say, working
+from factscope.cli.output import check_suffix, doing, note, say, working
 from factscope.errors import BadSetting, FactscopeError
 from factscope.settings import Flag
 from factscope.stats.settings import StatsSettings
@@ -64,6 +64,7 @@ class CollectOptions(Options):
         return [path.with_stem(f"{path.stem}-{shard}") for path in paths]
 
 
+@Command
 def collect(options: CollectOptions) -> None:
     """Collect the second moments of layers. The word "collect" can be left out."""
     options.check()
@@ -75,10 +76,15 @@ def collect(options: CollectOptions) -> None:
         )
     paths = options.paths(lm)
     moments = _collect(lm, options.layers, settings, paths, options.text, options.hf_dataset)
-    if options.figure is not None:
-        _draw(moments, options.figure)
-    _warn(moments[0], settings)
-    _print(list(zip(paths, moments, strict=True)), options.json)
+    if moments[0].tokens < settings.tokens // settings.n_shards and settings.convergence is None:
+        note(f"The text has only {moments[0].tokens:,} tokens.")
+    enough = TOKENS_PER_DIMENSION * moments[0].width
+    if moments[0].tokens < enough:
+        note(
+            f"{moments[0].tokens:,} tokens are few for keys of {moments[0].width:,} dimensions: "
+            f"edits will need a --ridge. Use {enough:,} tokens or more."
+        )
+    _print(paths, moments, options)
     if not options.json and settings.n_shards > 1:
         say("Next, when all shards are complete: factscope stats merge FILES -o FILE")
 
@@ -93,15 +99,13 @@ class ShowOptions(Options):
     """Draw the convergence (.png .svg .pdf)."""
 
 
+@Command
 def show(options: ShowOptions) -> None:
     """Show what statistics files contain."""
     from factscope.stats.second_moment import load_second_moment
 
-    moments = [load_second_moment(file) for file in options.files]
-    if options.figure is not None:
-        check_suffix(options.figure, "figure", ".png", ".svg", ".pdf")
-        _draw(moments, options.figure)
-    _print(list(zip(options.files, moments, strict=True)), options.json)
+    check_suffix(options.figure, "figure", ".png", ".svg", ".pdf")
+    _print(options.files, [load_second_moment(file) for file in options.files], options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ class MergeOptions(Options):
     """Store the matrix in half precision: a quarter of the file size."""
 
 
+@Command
 def merge(options: MergeOptions) -> None:
     """Merge files of one layer, e.g. of shards, weighted by their tokens."""
     from factscope.stats.second_moment import (
@@ -127,14 +132,7 @@ def merge(options: MergeOptions) -> None:
     check_suffix(options.out, "out", ".safetensors")
     merged = merge_second_moments([load_second_moment(file) for file in options.files])
     save_second_moment(merged, options.out, options.half_precision)
-    _print([(options.out, merged)], options.json)
-
-
-COMMANDS = {
-    "collect": Command(run=collect, base=lambda given: CollectOptions),
-    "merge": Command(run=merge, base=lambda given: MergeOptions),
-    "show": Command(run=show, base=lambda given: ShowOptions),
-}
+    _print([options.out], [merged], options)
 
 
 def _collect(
@@ -158,44 +156,32 @@ def _collect(
     return moments
 
 
-def _draw(moments: "Sequence[SecondMoment]", figure: Path) -> None:
-    from factscope.report.figures.training import convergence_figure
-    from factscope.report.style import save_figure
+def _print(
+    paths: Sequence[Path], moments: "Sequence[SecondMoment]",
+    options: CollectOptions | ShowOptions | MergeOptions,
+) -> None:  # fmt: skip
+    """Print what the files contain, and draw the convergence if a figure is requested."""
+    figure = None if isinstance(options, MergeOptions) else options.figure
+    if figure is not None:
+        from factscope.report.style import save_figure
+        from factscope.report.training import convergence_figure
 
-    histories = {moment.layer: moment.convergence_history for moment in moments}
-    save_figure(convergence_figure(histories, moments[0].model), figure)
-
-
-def _warn(moment: "SecondMoment", settings: StatsSettings) -> None:
-    if moment.tokens < settings.tokens // settings.n_shards and settings.convergence is None:
-        note(f"The text has only {moment.tokens:,} tokens.")
-    enough = TOKENS_PER_DIMENSION * moment.width
-    if moment.tokens < enough:
-        note(
-            f"{moment.tokens:,} tokens are few for keys of {moment.width:,} dimensions: edits will "
-            f"need a --ridge. Use {enough:,} tokens or more."
-        )
-
-
-def _print(moments: "Sequence[tuple[Path, SecondMoment]]", json: bool) -> None:
-    if json:
-        print_json([
-            {
-                "file": str(path), "layer": x.layer, "model": x.model, "fingerprint": x.fingerprint,
-                "width": x.width, "tokens": x.tokens, "corpus": x.corpus,
-                "split_half_difference": x.split_half_difference,
-                "convergence_history": x.convergence_history,
-            }
-            for path, x in moments
-        ])  # fmt: skip
-        return
-    for path, x in moments:
+        histories = {moment.layer: moment.convergence_history for moment in moments}
+        save_figure(convergence_figure(histories, moments[0].model), figure)
+    names = (
+        "layer", "model", "fingerprint", "width", "tokens", "corpus", "split_half_difference",
+        "convergence_history",
+    )  # fmt: skip
+    values, lines = [], []
+    for path, x in zip(paths, moments, strict=True):
+        values.append({"file": path, **{name: getattr(x, name) for name in names}})
         difference = x.split_half_difference
         halves = "not measured" if difference is None else f"{difference:.3f}"
-        say(
+        lines.append(
             f"{path}\n  layer {x.layer} of {x.model}, {x.width:,} wide, {x.tokens:,} tokens, "
             f"split-half difference {halves}\n  {x.corpus}"
         )
+    options.print_result(values, *lines)
 
 
 # ---- the statistics that an edit needs

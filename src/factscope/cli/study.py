@@ -1,23 +1,20 @@
 """factscope study: people compare the texts of two methods without knowing which is which."""
 
 import json
-import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 
 from factscope.cli.flags import Command, Options
-from factscope.cli.output import doing, note, print_json, say
+from factscope.cli.output import doing, note
 from factscope.errors import BadSetting, BadStudy
+from factscope.io import write_atomic
+from factscope.records import CaseRecord
+from factscope.runs.folder import RunFolder
 from factscope.settings import Flag
-
-if TYPE_CHECKING:
-    from factscope.analysis.preferences import Preference
-    from factscope.extras.study import Study
-    from factscope.records import CaseRecord
 
 FORM, KEY = "form.html", "key.json"
 
@@ -44,6 +41,7 @@ class BuildOptions(Options):
     """Seed, to get the same form again; a secret one is drawn if not given."""
 
 
+@Command
 def build(options: BuildOptions) -> None:
     """Make a form in which people compare the texts of two methods, blind.
 
@@ -64,74 +62,34 @@ def build(options: BuildOptions) -> None:
             f"{key} is the key of another study, whose answers cannot be read without it; give "
             "another folder with --out"
         )
-    _write(key, study.to_json())
-    _write(form, form_page(study, options.title))
+    for path, text in ((key, study.to_json()), (form, form_page(study, options.title))):
+        try:
+            write_atomic(path, text)
+        except OSError as error:
+            raise BadSetting(f"cannot write {path} ({error.strerror or error})") from error
     count = len({item.case for item in study.items})
-    failed = {
-        name: sum(record.failed for record in run_records) for name, run_records in records.items()
-    }
-    if options.json:
-        print_json({
-            "form": str(form), "key": str(key), "study": study.id, "pairs": len(study.items),
-            "cases": count, "methods": list(study.methods), "failed": failed,
-        })  # fmt: skip
-        return
-    for name, failures in failed.items():
-        if failures:
-            note(f"{name}: {failures} cases have no edit and cannot be compared.")
-    if count < requested:
-        note(f"Only {count} cases have texts that differ; {requested} were requested.")
-    say(f"{len(study.items)} pairs of texts on {count} cases.")
-    say(f"For the people who compare them: {form}")
-    say(f"For you alone, which method wrote what: {key}")
-    say(f"Next: factscope study report ANSWERS… --key {key}")
+    failed = {name: sum(record.failed for record in run) for name, run in records.items()}
+    if not options.json:
+        for name, failures in failed.items():
+            if failures:
+                note(f"{name}: {failures} cases have no edit and cannot be compared.")
+        if count < requested:
+            note(f"Only {count} cases have texts that differ; {requested} were requested.")
+    options.print_result(
+        {
+            "form": form, "key": key, "study": study.id, "pairs": len(study.items),
+            "cases": count, "methods": study.methods, "failed": failed,
+        },
+        f"{len(study.items)} pairs of texts on {count} cases.",
+        f"For the people who compare them: {form}",
+        f"For you alone, which method wrote what: {key}",
+        f"Next: factscope study report ANSWERS… --key {key}",
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions(Options):
-    """Options."""
-
-    answers: Annotated[tuple[Path, ...], Flag(positional=True)]
-    """The JSON files that people sent back."""
-    key: Annotated[Path, Flag(short="k")] = Path("study") / KEY
-    """The key.json that was written with the form."""
-    out: Annotated[Path | None, Flag(short="o")] = None
-    """Folder to write to; `report` in the key's folder if not given."""
-
-
-def report(options: ReportOptions) -> None:
-    """Count the answers: ratios with 95 % intervals, a figure and a page. Needs no model."""
-    from factscope.analysis.preferences import preferences
-    from factscope.extras.study import read_answers, votes
-    from factscope.report.studies import preference_sentence, preference_table, write_study_report
-    from factscope.report.tables import as_markdown
-
-    study = _read_key(options.key)
-    given = votes(study, read_answers(study, list(options.answers)).values())
-    folder = options.out or options.key.parent / "report"
-    with doing("drawing"):
-        written = write_study_report(study, given, folder)
-    results = preferences(given)
-    if options.json:
-        files, values = [str(path) for path in written], [preference_values(x) for x in results]
-        print_json({"files": files, "study": study.id, "preferences": values})
-        return
-    say(as_markdown(preference_table(results)))
-    for result in results:
-        say(preference_sentence(result))
-    say(f"{len(written)} files; open {folder / 'index.html'}")
-
-
-COMMANDS = {
-    "build": Command(run=build, base=lambda given: BuildOptions),
-    "report": Command(run=report, base=lambda given: ReportOptions),
-}
-
-
-def _comparable_records(*paths: Path) -> "dict[str, list[CaseRecord]]":
+def _comparable_records(*paths: Path) -> dict[str, list[CaseRecord]]:
     """The records of the runs by name, if their texts can be compared."""
     from factscope.extras.study import check_comparable
-    from factscope.runs.folder import RunFolder
 
     if paths[0].resolve() == paths[1].resolve():
         raise BadSetting(f"{paths[0]} is given twice; a study compares two runs")
@@ -150,39 +108,54 @@ def _comparable_records(*paths: Path) -> "dict[str, list[CaseRecord]]":
     return {name: run.case_records() for name, run in runs.items()}
 
 
-def _write(path: Path, text: str) -> None:
-    from factscope.io import write_atomic
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Options."""
 
+    answers: Annotated[tuple[Path, ...], Flag(positional=True)]
+    """The JSON files that people sent back."""
+    key: Annotated[Path, Flag(short="k")] = Path("study") / KEY
+    """The key.json that was written with the form."""
+    out: Annotated[Path | None, Flag(short="o")] = None
+    """Folder to write to; `report` in the key's folder if not given."""
+
+
+@Command
+def report(options: ReportOptions) -> None:
+    """Count the answers: ratios with 95 % intervals, a figure and a page. Needs no model."""
+    from factscope.analysis.preferences import preferences
+    from factscope.extras.study import Study, read_answers, votes
+    from factscope.report.studies import preference_sentence, preference_table, write_study_report
+    from factscope.report.tables import as_markdown
+
+    key = options.key
     try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise BadSetting(f"cannot write {path} ({error.strerror or error})") from error
-
-
-def _read_key(path: Path) -> "Study":
-    from factscope.extras.study import Study
-
-    try:
-        return Study.from_json(path.read_text("utf-8"))
+        study = Study.from_json(key.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise BadStudy(
-            f"{path} cannot be read ({reason}); give the key that was written with the form: --key"
+            f"{key} cannot be read ({reason}); give the key that was written with the form: --key"
         ) from error
     except BadStudy as error:
-        raise BadStudy(f"{path}: {error}") from error
-
-
-def preference_values(one: "Preference") -> dict[str, Any]:
-    """A preference as JSON values; an infinite ratio, or one without votes, is null."""
-    ratios = (one.ratio, one.ratio_interval.low, one.ratio_interval.high)
-    finite = [ratio if math.isfinite(ratio) else None for ratio in ratios]
-    return {
-        "question": one.question, "pair": list(one.pair), "wins": list(one.wins),
-        "ties": one.ties, "ratio": finite[0], "ratio_interval": finite[1:],
-        "fraction": one.fraction if one.votes else None,
-        "fraction_interval": [one.interval.low, one.interval.high],
-        "independent_interval": [one.independent_interval.low, one.independent_interval.high],
-        "effective_votes": one.effective, "left": one.left, "raters": one.raters,
-        "cases": one.cases, "agreement": one.agreement,
-    }  # fmt: skip
+        raise BadStudy(f"{key}: {error}") from error
+    given = votes(study, read_answers(study, list(options.answers)).values())
+    with doing("drawing"):
+        files = write_study_report(study, given, options.out or key.parent / "report")
+    found = preferences(given)
+    values = [
+        {
+            "question": one.question, "pair": one.pair, "wins": one.wins, "ties": one.ties,
+            "ratio": one.ratio, "ratio_interval": astuple(one.ratio_interval),
+            "fraction": one.fraction, "fraction_interval": astuple(one.interval),
+            "independent_interval": astuple(one.independent_interval),
+            "effective_votes": one.effective, "left": one.left, "raters": one.raters,
+            "cases": one.cases, "agreement": one.agreement,
+        }
+        for one in found
+    ]  # fmt: skip
+    options.print_result(
+        {"files": files, "study": study.id, "preferences": values},
+        as_markdown(preference_table(found)),
+        *map(preference_sentence, found),
+        f"{len(files)} files; open {files[0]}",
+    )

@@ -6,24 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge
-
-from factscope.cli.flags import Command, ModelOptions, Options
-from factscope.cli.output import (
-    check_suffix,
-    note,
-    print_json,
-    results,
-    say,
-    skipped,
-    working,
-)
+from factscope.cli.flags import Command, FactSource, ModelOptions, Options
+from factscope.cli.output import check_suffix, print_json, results, say, skipped, working
 from factscope.errors import BadSetting
 from factscope.settings import Flag
 from factscope.tracing.settings import PRESETS, Tracing
 
 if TYPE_CHECKING:
-    from factscope.facts import Fact
     from factscope.records import TraceRecord
 
 
@@ -31,18 +20,9 @@ if TYPE_CHECKING:
 class TraceOptions(Options):
     """Options."""
 
-    prompt: Annotated[str | None, Flag(positional=True)] = None
-    """Text up to the object."""
-    subject: str | None = None
-    """The words of the prompt that name the subject."""
-    occurrence: int | None = None
-    """Which occurrence of the subject in the prompt, from 1; the last if not given."""
+    source: FactSource = field(default_factory=FactSource)
     target: str | None = None
     """The expected answer."""
-    facts: str | None = None
-    """Trace every fact of a file or data set, e.g. known."""
-    limit: Annotated[int | None, Ge(1)] = None
-    """Use only the first N facts."""
     out: Annotated[Path | None, Flag(short="o")] = None
     """Figure (.png .svg .pdf .html), or with --facts the run folder. An interrupted run resumes."""
     max_memory: str | None = None
@@ -52,6 +32,13 @@ class TraceOptions(Options):
     model: ModelOptions = field(default_factory=ModelOptions)
     tracing: Tracing = field(default_factory=Tracing)
 
+    chosen_by = ("preset",)
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> "TraceOptions":
+        """The settings of the preset."""
+        return cls(tracing=PRESETS.get(given.get("preset", "default"), PRESETS["default"]))
+
     @property
     def max_bytes(self) -> int | None:
         """--max-memory in bytes."""
@@ -60,46 +47,28 @@ class TraceOptions(Options):
         return None if self.max_memory is None else parse_bytes(self.max_memory)
 
 
-def _base(given: Mapping[str, Any]) -> TraceOptions:
-    preset = given.get("preset", "default")
-    return TraceOptions(tracing=PRESETS.get(preset, PRESETS["default"]))
-
-
+@Command
 def trace(options: TraceOptions) -> None:
     """Trace a fact: which states restore the answer after the subject was corrupted?"""
-    if options.facts is not None:
-        if options.prompt is not None or options.out is None:
+    source, out = options.source, options.out
+    if source.facts is not None:
+        if source.prompt is not None or out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
-        _trace_file(options, options.facts, options.out)
-    elif options.prompt is None or options.subject is None:
+        _trace_file(options, source.facts, out)
+    elif source.prompt is None or source.subject is None:
         raise BadSetting('give a prompt and its --subject "…", or --facts FILE --out FOLDER')
     else:
-        fact = fact_from(options.prompt, options.subject, options.occurrence, options.target)
-        check_suffix(options.out, "out", ".png", ".svg", ".pdf", ".html")
-        _trace_prompt(options, fact)
+        _trace_prompt(options)
 
 
-TRACE = Command(run=trace, base=_base, chosen_by=("preset",))
+def _trace_prompt(options: TraceOptions) -> None:
+    from factscope.tracing.trace import trace
 
-
-def fact_from(prompt: str, subject: str, occurrence: int | None, target: str | None) -> "Fact":
-    """The fact of a prompt; a note if the subject occurs twice."""
-    from factscope.facts import Fact, occurrences
-
-    fact = Fact.from_text(prompt, subject, occurrence, target=target)
-    count = len(occurrences(prompt, subject))
-    if count > 1 and occurrence is None:
-        note(f"The subject occurs {count} times; the last is used. Choose with --occurrence.")
-    return fact
-
-
-def _trace_prompt(options: TraceOptions, fact: "Fact") -> None:
-    from factscope.tracing.trace import trace as trace_one
-
+    fact, out = options.source.fact(options.target), options.out
+    check_suffix(out, "out", ".png", ".svg", ".pdf", ".html")
     memory, lm = options.max_bytes, options.model.load()
     with working(f"tracing {fact.text!r}") as done:
-        record = trace_one(lm, fact, options.tracing, memory=memory, progress=done)
-    out = options.out
+        record = trace(lm, fact, options.tracing, memory=memory, progress=done)
     if out is None and not options.json:
         name = re.sub(r"\W+", "-", fact.text.casefold()).strip("-")[:60]
         out = Path("traces") / f"{name or 'trace'}.png"
@@ -117,7 +86,7 @@ def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
 
     memory, model = options.max_bytes, options.model
     run = TraceRun(
-        model=model.model, dtype=model.dtype, facts=find_data(facts), limit=options.limit,
+        model=model.model, dtype=model.dtype, facts=find_data(facts), limit=options.source.limit,
         settings=options.tracing,
     )  # fmt: skip
     file, lm = run.read(), model.load()
@@ -129,12 +98,11 @@ def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
         run.run(lm, folder, readable.facts, memory=memory, progress=done)
     records = folder.trace_records()
     known = sum(record.known for record in records)
-    if options.json:
-        summary = {"run": str(out), "facts": len(records), "known": known, "left_out": problems}
-        print_json(summary)
-        return
-    say(f"{len(records)} facts, {known} known to {model.model}: {folder.records_path}")
-    say(f"Next: factscope report {out}")
+    options.print_result(
+        {"run": str(out), "facts": len(records), "known": known, "left_out": problems},
+        f"{len(records)} facts, {known} known to {model.model}: {folder.records_path}",
+        f"Next: factscope report {out}",
+    )
 
 
 def print_trace(record: "TraceRecord") -> None:
@@ -157,21 +125,17 @@ def print_trace(record: "TraceRecord") -> None:
 def draw_trace(record: "TraceRecord", out: Path) -> list[Path]:
     """Write the figure, and a second one for severed modules; or the page."""
     from factscope.io import write_atomic
-    from factscope.report.figures import (
-        gradients_figure,
-        save_figure,
-        severed_detail,
-        traces_figure,
-    )
+    from factscope.report import figures
     from factscope.report.traces import trace_page
 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".html":
         write_atomic(out, trace_page(record))
         return [out]
-    save_figure(gradients_figure(record) if record.gradients else traces_figure(record), out)
-    if not (record.severed and "states" in record.restored):
-        return [out]
-    severed = out.with_stem(f"{out.stem}-severed")
-    save_figure(severed_detail(record), severed)
-    return [out, severed]
+    draw = figures.gradients_figure if record.gradients else figures.traces_figure
+    drawn = {out: draw(record)}
+    if record.severed and "states" in record.restored:
+        drawn[out.with_stem(f"{out.stem}-severed")] = figures.severed_detail(record)
+    for path, figure in drawn.items():
+        figures.save_figure(figure, path)
+    return list(drawn)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from factscope.cli.flags import Command, ModelOptions, Options
-from factscope.cli.output import note, print_json, say, working
+from factscope.cli.output import note, working
 from factscope.editing.hypernet.settings import Locality, MendConfig, Training, network_config
 from factscope.errors import BadSetting
 from factscope.settings import Flag
@@ -51,6 +51,13 @@ class TrainOptions(Options):
     model: ModelOptions = field(default_factory=ModelOptions)
     training: Training = field(default_factory=lambda: Training(network=MendConfig()))
 
+    chosen_by, chosen_first = ("method",), True
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> "TrainOptions":
+        """The settings of the method."""
+        return cls(training=Training(network=network_config(given.get("method", "mend"))))
+
     def source(self) -> "FromCases | FromText":
         """The training data."""
         from factscope.runs.train import FromText
@@ -70,7 +77,11 @@ class TrainOptions(Options):
         from factscope.data.registry import find_data, find_local
         from factscope.runs.train import FromCases
 
-        data, excluded = self.data, [_excluded(word) for word in self.exclude]
+        data, excluded = self.data, []
+        for word in self.exclude:
+            name, _, count = word.rpartition(":")
+            first = (name, int(count)) if name and count.isdigit() else (word, None)
+            excluded.append((find_data(first[0]), first[1]))
         split = find_local(TRAINING_SETS[data]) if data in TRAINING_SETS else None
         path = find_data(data) if split is None else split.path
         if data in TRAINING_SETS and not excluded:
@@ -96,28 +107,14 @@ class TrainOptions(Options):
         )  # fmt: skip
 
 
-def _excluded(word: str) -> tuple[Path, int | None]:
-    """A file or data set, and the number of its first cases; None for all."""
-    from factscope.data.registry import find_data
-
-    name, _, count = word.rpartition(":")
-    if name and count.isdigit():
-        return find_data(name), int(count)
-    return find_data(word), None
-
-
-def _base(given: Mapping[str, Any]) -> TrainOptions:
-    return TrainOptions(training=Training(network=network_config(given.get("method", "mend"))))
-
-
+@Command
 def train(options: TrainOptions) -> None:
     """Train a hypernetwork for a model: MEND or KE.
 
     Then: factscope edit … --method mend --weights FOLDER/weights.safetensors
     """
-    from factscope.analysis.training import TrainingCurve
-    from factscope.report.figures.training import training_figure
     from factscope.report.style import save_figure
+    from factscope.report.training import TrainingCurve, training_figure
     from factscope.runs.train import TrainRun
 
     minutes = MINUTES if options.steps is None and options.minutes is None else options.minutes
@@ -136,15 +133,14 @@ def train(options: TrainOptions) -> None:
     curve = TrainingCurve.of(folder.spec(), folder.training_records())
     figure = weights.with_name("training.png")
     save_figure(training_figure(curve), figure)
-    if options.json:
-        files = {"weights": str(weights), "figure": str(figure)}
-        print_json({**files, "best": asdict(curve.best), "last": asdict(curve.evaluations[-1])})
-        return
-    say(_line(curve.best))
-    say(f"{weights}\nNext: factscope evaluate --method {curve.method} --weights {weights} --out …")
-
-
-TRAIN = Command(run=train, base=_base, chosen_by=("method",), chosen_first=True)
+    options.print_result(
+        {
+            "weights": weights, "figure": figure, "best": asdict(curve.best),
+            "last": asdict(curve.evaluations[-1]),
+        },
+        _line(curve.best),
+        f"{weights}\nNext: factscope evaluate --method {curve.method} --weights {weights} --out …",
+    )  # fmt: skip
 
 
 def _line(record: "TrainingRecord") -> str:
