@@ -5,9 +5,10 @@ No weight is written: the edited model is the same model with the edit on some r
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from factscope.editing.edit import CheckLimits, Edit, EditChecks
 from factscope.editing.per_row import edited
@@ -38,17 +39,15 @@ def before_after_each(
     lm: "LM", edit: Edit, cases: Sequence[Case], *, generation_tokens: int = TOKENS
 ) -> list[EditRecord]:
     """The same for several cases of one edit, scored together."""
-    prompts = _with_old_objects(lm, [prompt for case in cases for prompt in _prompts(case)])
-    changes = iter(_score(lm, edit, prompts))
-    texts_by_case = [_generation_prompts(case) if generation_tokens else () for case in cases]
-    generations = iter(
-        generate_before_after(
-            lm, edit, [t for texts in texts_by_case for t in texts], generation_tokens
-        )
-    )
+    first_words = _first_words(lm, cases)
+    prompts = [_prompts(case, first_words) for case in cases]
+    changes = iter(_score(lm, edit, list(chain(*prompts))))
+    # A case without generation prompts continues its own prompt.
+    texts = [tuple(dict.fromkeys(case.generations)) or (case.fact.text,) for case in cases]
+    generations = iter(generate_before_after(lm, edit, list(chain(*texts)), generation_tokens))
     records = []
-    for case, texts in zip(cases, texts_by_case, strict=True):
-        prompt_changes = tuple(next(changes) for _ in _prompts(case))
+    for case, case_prompts, case_texts in zip(cases, prompts, texts, strict=True):
+        prompt_changes = tuple(islice(changes, len(case_prompts)))
         records.append(
             EditRecord(
                 fact=case.fact,
@@ -57,7 +56,7 @@ def before_after_each(
                 method=edit.method,
                 changed_weights=changed_weights(edit),
                 prompts=prompt_changes,
-                generations=tuple(next(generations) for _ in texts),
+                generations=tuple(islice(generations, len(case_texts))),
                 checks=describe_checks(edit.checks),
                 settings=edit.settings,
             )
@@ -123,51 +122,40 @@ def describe_checks(checks: EditChecks | None) -> dict[str, Any]:
 # ---- the prompts of a case
 
 
-@dataclass(frozen=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     kind: str
     text: str
     new: str
     old: str | None
 
 
-def _prompts(case: Case) -> list[_Prompt]:
-    """The case's own prompt first, then paraphrases, then neighbours."""
-    new = (case.fact.target or "").strip()
-    kinds = {
-        "prompt": (case.fact.text,),
-        "paraphrase": case.paraphrases,
-        "neighbour": case.neighbours,
-    }
-    return [_Prompt(kind, text, new, case.true) for kind, texts in kinds.items() for text in texts]
+def _prompts(case: Case, first_words: Mapping[str, str | None]) -> list[_Prompt]:
+    """The case's own prompt first, then paraphrases, then neighbours.
 
-
-def _generation_prompts(case: Case) -> tuple[str, ...]:
-    """The case's generation prompts, or its own prompt if it has none."""
-    return tuple(dict.fromkeys(case.generations)) or (case.fact.text,)
-
-
-def _with_old_objects(lm: "LM", prompts: Sequence[_Prompt]) -> list[_Prompt]:
-    """Fill in missing old objects: the first word that the unedited model generates.
-
-    A paraphrase takes its fact's old object. A neighbour is about another subject and gets its own.
+    An unknown old object is the first word that the unedited model generates. A paraphrase takes
+    its fact's old object. A neighbour is about another subject and gets its own.
     """
-    unknown = [p.text for p in prompts if p.old is None and p.kind != "paraphrase"]
+    own = case.fact.text
+    rows = [("prompt", own, own)]
+    rows += [("paraphrase", text, own) for text in case.paraphrases]
+    rows += [("neighbour", text, text) for text in case.neighbours]
+    new = (case.fact.target or "").strip()
+    return [
+        _Prompt(kind, text, new, first_words[source] if case.true is None else case.true)
+        for kind, text, source in rows
+    ]
+
+
+def _first_words(lm: "LM", cases: Sequence[Case]) -> dict[str, str | None]:
+    """The first word that the unedited model generates after each prompt without an old object."""
+    unknown = [
+        text for case in cases if case.true is None for text in (case.fact.text, *case.neighbours)
+    ]
     answers = generate_greedy(lm, unknown, max_new_tokens(lm, unknown, ANSWER_TOKENS))
-    first_words = {
+    return {
         text: match[1] if (match := FIRST_WORD.match(answer)) else None
         for text, answer in zip(unknown, answers, strict=True)
     }
-    filled: list[_Prompt] = []
-    fact_object: str | None = None
-    for prompt in prompts:
-        if prompt.old is None:
-            old = fact_object if prompt.kind == "paraphrase" else first_words[prompt.text]
-            prompt = replace(prompt, old=old)
-        if prompt.kind == "prompt":
-            fact_object = prompt.old
-        filled.append(prompt)
-    return filled
 
 
 def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChange]:

@@ -7,7 +7,7 @@ Many cases are scored in one batch, each under its own edit; no weight is writte
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,20 +43,39 @@ def score_cases(
     """The scores of each case i under edits[edit_index[i]]; None is the unedited model."""
     scoring = scoring or ScoringOptions()
     edit_index = [None] * len(cases) if edit_index is None else edit_index
-    prompts = _score_prompts(lm, cases, edits, edit_index, scoring)
-    generated = _generate_texts(lm, cases, edits, edit_index, scoring)
-    return [
-        CaseScores(
-            prompts=scores if case.true is not None else {},
-            token_correct=correct if case.true is None else {},
-            texts=texts,
-            reference_similarity=similarity(case, texts) if similarity and texts else None,
-        )
-        for case, (scores, correct), texts in zip(cases, prompts, generated, strict=True)
+    prompts = [list(_prompts(case, scoring)) for case in cases]
+    queries = [
+        Query(text, target, edit)
+        for case_prompts, edit in zip(prompts, edit_index, strict=True)
+        for _, text, new, true in case_prompts
+        for target in dict.fromkeys((new, true))  # one query if they are the same
     ]
-
-
-# ---- prompts
+    query_scores = iter(score_queries(lm, queries, edits, tokens=32768 if on_gpu(lm) else 4096))
+    generated = _generate_texts(lm, cases, edits, edit_index, scoring)
+    results = []
+    for case, case_prompts, texts in zip(cases, prompts, generated, strict=True):
+        scores: dict[str, tuple[PromptScore, ...]] = {}  # by kind of prompt
+        correct: dict[str, tuple[bool, ...]] = {}
+        for kind, _, new, true in case_prompts:
+            of_new = next(query_scores)
+            of_true = of_new if new == true else next(query_scores)
+            score = PromptScore(
+                new=of_new.nll,
+                true=of_true.nll,
+                new_correct=all(of_new.correct),
+                true_correct=all(of_true.correct),
+            )
+            scores[kind] = (*scores.get(kind, ()), score)
+            correct[kind] = (*correct.get(kind, ()), *of_new.correct)
+        results.append(
+            CaseScores(
+                prompts=scores if case.true is not None else {},
+                token_correct=correct if case.true is None else {},
+                texts=texts,
+                reference_similarity=similarity(case, texts) if similarity and texts else None,
+            )
+        )
+    return results
 
 
 def _prompts(case: Case, scoring: ScoringOptions) -> Iterator[tuple[str, str, str, str]]:
@@ -77,45 +96,6 @@ def _prompts(case: Case, scoring: ScoringOptions) -> Iterator[tuple[str, str, st
     if case.true is not None and scoring.attributes:
         for text in case.attributes:
             yield "attribute", text, new, true
-
-
-def _score_prompts(
-    lm: "LM",
-    cases: Sequence[Case],
-    edits: Sequence[Edit],
-    edit_index: Sequence[int | None],
-    scoring: ScoringOptions,
-) -> list[tuple[dict[str, tuple[PromptScore, ...]], dict[str, tuple[bool, ...]]]]:
-    """For each case by kind: the scores of both objects, and the correct tokens of the answer."""
-    prompts = [list(_prompts(case, scoring)) for case in cases]
-    queries = [
-        Query(text, target, edit)
-        for case_prompts, edit in zip(prompts, edit_index, strict=True)
-        for _, text, new, true in case_prompts
-        for target in dict.fromkeys((new, true))  # one query if they are the same
-    ]
-    tokens = 32768 if on_gpu(lm) else 4096
-    query_scores = iter(score_queries(lm, queries, edits, tokens=tokens))
-    result = []
-    for case_prompts in prompts:
-        scores: dict[str, tuple[PromptScore, ...]] = {}
-        correct: dict[str, tuple[bool, ...]] = {}
-        for kind, _, new, true in case_prompts:
-            of_new = next(query_scores)
-            of_true = of_new if new == true else next(query_scores)
-            score = PromptScore(
-                new=of_new.nll,
-                true=of_true.nll,
-                new_correct=all(of_new.correct),
-                true_correct=all(of_true.correct),
-            )
-            scores[kind] = (*scores.get(kind, ()), score)
-            correct[kind] = (*correct.get(kind, ()), *of_new.correct)
-        result.append((scores, correct))
-    return result
-
-
-# ---- generated texts
 
 
 def _generate_texts(
@@ -147,25 +127,19 @@ def _generate_texts(
             for j, row in zip(batch, rows, strict=True)
         ]
 
-    texts = run_in_batches(order, _batch_size(lm, length), generate, no_progress) if order else []
-    by_prompt = dict(zip(order, texts, strict=True))
-    return [
-        tuple(by_prompt[j] for j, (case, _, _) in enumerate(prompts) if case == i)
-        for i in range(len(cases))
-    ]
-
-
-def _batch_size(lm: "LM", length: int) -> int:
-    """Number of texts to generate at once: their KV cache must fit into memory."""
+    # The KV cache of a batch must fit into memory.
     row_bytes = 2 * lm.n_layers * lm.width * length * lm.dtype.itemsize
     max_rows = 640 if on_gpu(lm) else 32
-    return max(1, min(max_rows, Budget.of(lm, None).bytes // row_bytes))
+    size = max(1, min(max_rows, Budget.of(lm, None).bytes // row_bytes))
+    texts = run_in_batches(order, size, generate, no_progress) if order else []
+    in_order = (text for _, text in sorted(zip(order, texts, strict=True)))
+    return [tuple(islice(in_order, len(case.generations))) for case in cases]
 
 
 def _clean(lm: "LM", text: str) -> str:
     """The text as the paper's code stores it: no end-of-text marker, no blank lines, NFKD."""
-    end = lm.tokenizer.eos_token or ""
-    text = text.replace(end, "") if end else text
+    if lm.tokenizer.eos_token:
+        text = text.replace(lm.tokenizer.eos_token, "")
     return unicodedata.normalize("NFKD", text).replace("\n\n", " ")
 
 

@@ -47,7 +47,8 @@ class Evaluation:
 
     def single(self, cases: Sequence[Case], before: Sequence[ScoresOrError]) -> list[CaseRecord]:
         """Each fact edited alone into the unedited model."""
-        return self._records(cases, before, self._edits(cases), "single", None)
+        edits = self.editor.attempt(self.lm, [case.request for case in cases])
+        return self._records(cases, before, edits, "single", None)
 
     def batch(
         self, cases: Sequence[Case], before: Sequence[ScoresOrError], step: int
@@ -66,7 +67,7 @@ class Evaluation:
         self, case: Case, before: ScoresOrError, step: int
     ) -> tuple[CaseRecord, Edit | None]:
         """One more edit of the model in its present state; the caller applies the edit."""
-        (edit,) = self._edits([case])
+        (edit,) = self.editor.attempt(self.lm, [case.request])
         (record,) = self._records([case], [before], [edit], "sequential", step)
         return record, None if isinstance(edit, FactscopeError) else edit
 
@@ -78,9 +79,6 @@ class Evaluation:
             replace(record, phase="end", **_after(scores))
             for record, scores in zip(records, self.score_unedited(cases), strict=True)
         ]
-
-    def _edits(self, cases: Sequence[Case]) -> list[Edit | FactscopeError]:
-        return list(self.editor.attempt(self.lm, [case.request for case in cases]))
 
     def _records(
         self,

@@ -1,13 +1,14 @@
 """Log-likelihood of targets after prompts, each under its own edit: raw scores, not averaged."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -58,18 +59,17 @@ def score_queries(
     one-token targets share a row.
     """
     prompts = {text: encode(lm, text) for text in dict.fromkeys(query.text for query in queries)}
-    targets: dict[_Row, list[_Target]] = {}
+    targets: dict[_Row, dict[int, tuple[int, ...]]] = {}  # row → query → ids of its target
     for i, query in enumerate(queries):
         prompt = prompts[query.text]
         ids = continuation_ids(lm, prompt, query.text, query.target.strip())
-        row = _Row((*prompt.ids, *ids[:-1]), query.edit)
-        targets.setdefault(row, []).append(_Target(i, ids))
+        targets.setdefault(_Row((*prompt.ids, *ids[:-1]), query.edit), {})[i] = ids
     rows = sorted(targets, key=lambda row: len(row.ids))
     scores: dict[int, QueryScore] = {}
     while rows:
         batch = rows[-max(1, tokens // len(rows[-1].ids)) :]
         rows = rows[: -len(batch)]
-        scores |= _score_batch(lm, batch, [targets[row] for row in batch], edits)
+        scores |= _score_batch(lm, {row: targets[row] for row in batch}, edits)
     return [scores[i] for i in range(len(queries))]
 
 
@@ -83,29 +83,29 @@ def edits_by_row(
     return edited(lm, [*(edits[i] for i in used), None], rows)
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     ids: tuple[int, ...]
     edit: int | None
 
 
-@dataclass(frozen=True)
-class _Target:
-    query: int
-    ids: tuple[int, ...]
-
-
 def _score_batch(
-    lm: "LM", rows: Sequence[_Row], targets: Sequence[Sequence[_Target]], edits: Sequence[Edit]
+    lm: "LM", targets: Mapping[_Row, Mapping[int, tuple[int, ...]]], edits: Sequence[Edit]
 ) -> dict[int, QueryScore]:
     """One forward pass over the rows; logits only at positions that predict a target's token."""
-    states = _last_states(lm, rows, edits)
-    scored = [(n, target) for n, row_targets in enumerate(targets) for target in row_targets]
+    # Padding on the right needs no mask: attention is causal, and padded positions are not read.
+    ids = pad_sequence([torch.tensor(row.ids) for row in targets], batch_first=True).to(lm.device)
+
+    def forward(ids: Int[Tensor, "row token"]) -> Float[Tensor, "row token width"]:
+        return lm.model.base_model(ids, use_cache=False).last_hidden_state
+
+    with edits_by_row(lm, edits, [row.edit for row in targets]):
+        states = accelerated(lm, forward, ids, batch=len(targets))
     # A row ends before the target's last token, so its last len(target) positions predict it.
     needed = [
-        (n, len(rows[n].ids) - len(target.ids) + j)
-        for n, target in scored
-        for j in range(len(target.ids))
+        (n, len(row.ids) - len(target) + j)
+        for n, (row, row_targets) in enumerate(targets.items())
+        for target in row_targets.values()
+        for j in range(len(target))
     ]
     positions = list(dict.fromkeys(needed))
     index = {position: k for k, position in enumerate(positions)}
@@ -113,38 +113,19 @@ def _score_batch(
     log_probs = lm.head(states[row, position]).float().log_softmax(-1)
     best = log_probs.max(-1)
     top_ids, top_log_probs = best.indices.tolist(), best.values.tolist()
+    scored = [item for row_targets in targets.values() for item in row_targets.items()]
     logit_rows = [index[position] for position in needed]
-    labels = [token for _, target in scored for token in target.ids]
+    labels = [token for _, target in scored for token in target]
     at = torch.tensor([logit_rows, labels], device=log_probs.device)
-    losses = (-log_probs[at[0], at[1]]).tolist()
+    tokens = iter(zip(logit_rows, (-log_probs[at[0], at[1]]).tolist(), strict=True))
     scores: dict[int, QueryScore] = {}
-    start = 0
-    for _, target in scored:
-        span = slice(start, start + len(target.ids))
-        start = span.stop
-        first_row = logit_rows[span][0]
-        scores[target.query] = QueryScore(
-            nll=sum(losses[span]) / len(target.ids),
-            first_probability=math.exp(-losses[span][0]),
-            correct=tuple(
-                top_ids[logit_row] == token
-                for logit_row, token in zip(logit_rows[span], target.ids, strict=True)
-            ),
-            top=lm.tokenizer.decode([top_ids[first_row]]),
-            top_probability=math.exp(top_log_probs[first_row]),
+    for query, target in scored:
+        logits, losses = zip(*islice(tokens, len(target)), strict=True)
+        scores[query] = QueryScore(
+            nll=sum(losses) / len(target),
+            first_probability=math.exp(-losses[0]),
+            correct=tuple(top_ids[k] == token for k, token in zip(logits, target, strict=True)),
+            top=lm.tokenizer.decode([top_ids[logits[0]]]),
+            top_probability=math.exp(top_log_probs[logits[0]]),
         )
     return scores
-
-
-def _last_states(
-    lm: "LM", rows: Sequence[_Row], edits: Sequence[Edit]
-) -> Float[Tensor, "row token width"]:
-    """The last layer's states, each row under its own edit."""
-    # Padding on the right needs no mask: attention is causal, and padded positions are not read.
-    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True).to(lm.device)
-
-    def forward(ids: Tensor) -> Tensor:
-        return lm.model.base_model(ids, use_cache=False).last_hidden_state
-
-    with edits_by_row(lm, edits, [row.edit for row in rows]):
-        return accelerated(lm, forward, ids, batch=len(rows))

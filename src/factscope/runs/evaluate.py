@@ -151,19 +151,18 @@ class EvaluateRun:
             for number, group in enumerate(groups)
             if any(case.fact not in done for case in group)
         ]
-        executor = executor or local_executor(self.evaluation(lm), self.protocol)
-        for item, records in executor(items):
+        if executor is None:
+            evaluation = self.evaluation(lm)
+            results = (run_item(evaluation, self.protocol, item) for item in items)
+        else:
+            results = executor(items)
+        for item, records in results:
             if item.before is not None:
                 unedited.write(item.cases, item.before)
             for record in records:
                 if record.fact not in done:
                     folder.append(record)
                     progress(1 / len(cases))
-
-
-def local_executor(evaluation: "Evaluation", protocol: Protocol) -> Executor:
-    """Run work items one after another in this process."""
-    return lambda items: (run_item(evaluation, protocol, item) for item in items)
 
 
 def run_item(
@@ -192,7 +191,13 @@ def _run_sequential(
     from factscope.editing.edit import Edit
 
     cases = list(chain(*groups))
-    before = [scores for group in groups for scores in unedited.get(evaluation, group)]
+    before: list[CaseScores | FactscopeError] = []
+    for group in groups:
+        scores = unedited.read(group)
+        if scores is None:
+            scores = evaluation.score_unedited(group)
+            unedited.write(group, scores)
+        before += scores
     records = folder.case_records()
     edited = [record for record in records if record.phase == "edit"]
     ended = {record.fact for record in records if record.phase == "end"}
@@ -242,16 +247,6 @@ class UneditedScores:
             asdict(scoring),
             None if references is None else sha256(references),
         ]
-
-    def get(
-        self, evaluation: "Evaluation", cases: tuple[Case, ...]
-    ) -> list[CaseScores | FactscopeError]:
-        """The cached scores, or computed now."""
-        scores = self.read(cases)
-        if scores is None:
-            scores = evaluation.score_unedited(cases)
-            self.write(cases, scores)
-        return scores
 
     def read(self, cases: Sequence[Case]) -> list[CaseScores | FactscopeError] | None:
         """The cached scores; None if there is no file or it is broken."""

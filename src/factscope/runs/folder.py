@@ -55,7 +55,9 @@ class RunFolder:
             folder._check_same_run(spec_text, info)
             folder._drop_broken_line()
             return folder
-        if path.is_dir() and any(not _unfinished(file) for file in path.iterdir()):
+        # A run that was killed while its folder was created leaves info.json or partial files.
+        names = [file.name for file in path.iterdir()] if path.is_dir() else []
+        if any(name != "info.json" and not name.endswith(PARTIAL) for name in names):
             raise BadRunFolder(
                 f"{path} contains other files and no run; give a new or empty folder"
             )
@@ -148,8 +150,6 @@ class RunFolder:
         end = data.rfind(b"\n") + 1
         if end < len(data):
             os.truncate(self.records_path, end)
-        if end == 0 and data:
-            return
         read = {"evaluate": self.case_records, "train": self.training_records}
         try:
             read.get(self.command, self.trace_records)()
@@ -166,11 +166,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(v) for v in value]
     return value
-
-
-def _unfinished(file: Path) -> bool:
-    """Whether a run that was killed while its folder was created can leave this file."""
-    return file.name == "info.json" or file.name.endswith(PARTIAL)
 
 
 def run_info(lm: "LM") -> dict[str, Any]:

@@ -6,7 +6,6 @@ A dead actor is replaced, and its work item runs again.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factscope.errors import BadSetting, RunInterrupted
@@ -20,23 +19,15 @@ log = logging.getLogger(__name__)
 
 MakeEvaluation = Callable[[], "Evaluation"]
 """Loads the model and resolves the editor; called once in each actor."""
-
 ATTEMPTS = 3
 """How often a work item is started before the run gives up."""
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What an actor needs: the run, with its editor resolved, and a device."""
+def make_evaluation(run: EvaluateRun, device: str) -> "Evaluation":
+    """The evaluation of a run, whose editor is resolved; loads the model in this process."""
+    from factscope.lm.load import load
 
-    run: EvaluateRun
-    device: str
-
-    def __call__(self) -> "Evaluation":
-        """Load the model in this process."""
-        from factscope.lm.load import load
-
-        return self.run.evaluation(load(self.run.model, device=self.device, dtype=self.run.dtype))
+    return run.evaluation(load(run.model, device=device, dtype=run.dtype))
 
 
 class Worker:

@@ -91,7 +91,7 @@ def read_recipe(path: Path, flags: Flags, changed: Mapping[str, Any] | None = No
         raise BadSetting(f"cannot read the recipe {path}: {error}") from error
     _check_known(path, "", content, ("title", "common", "run", "report"))
     common, tables = content.get("common", {}), _tables(path, content, "run")
-    steps = [_step(path, i, table, common, flags) for i, table in enumerate(tables)]
+    steps = [_step(path, f", run {i}", run, common, flags) for i, run in enumerate(tables, 1)]
     _check_steps(path, steps)
     for key in common:
         if not any(key in step.settings for step in steps):
@@ -111,8 +111,7 @@ def _tables(path: Path, content: Mapping[str, Any], name: str) -> list[dict[str,
     return tables
 
 
-def _step(path: Path, i: int, run: dict, common: Mapping[str, Any], flags: Flags) -> Step:
-    where = f", run {i + 1}"
+def _step(path: Path, where: str, run: dict, common: Mapping[str, Any], flags: Flags) -> Step:
     name, command = (_text(path, run, key, where) for key in ("name", "command"))
     if command not in flags:
         raise BadSetting(f"{path}{where}: no command {command!r}; choose from {', '.join(flags)}")
@@ -121,17 +120,12 @@ def _step(path: Path, i: int, run: dict, common: Mapping[str, Any], flags: Flags
     run_settings = {key: value for key, value in run.items() if key not in ("name", "command")}
     known = flags[command]({**common, **run_settings})
     _check_known(path, f"{where} ({name})", run_settings, known)
-    shared = {key: value for key, value in common.items() if key in known}
-    settings = {
-        key: _resolve_file(path, key, value) for key, value in {**shared, **run_settings}.items()
-    }
+    settings = {key: x for key, x in {**common, **run_settings}.items() if key in known}
+    for key in FILES:  # a file in the recipe's folder is found from any working directory
+        value = settings.get(key)
+        if isinstance(value, str) and (path.parent / value).is_file():
+            settings[key] = str(path.parent / value)
     return Step(name=name, command=command, settings=settings)
-
-
-def _resolve_file(path: Path, key: str, value: Any) -> Any:
-    """The path of a file in the recipe's folder, valid in any working directory; else the value."""
-    file = path.parent / value if key in FILES and isinstance(value, str) else None
-    return str(file) if file is not None and file.is_file() else value
 
 
 def _override(step: Step, changed: Mapping[str, Any], flags: Flags) -> Step:

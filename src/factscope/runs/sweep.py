@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+POINTS = "points"
 FAILURES = "failures.json"
 """File with the error of each failed point."""
-
 FATAL = (OutOfMemory, RunInterrupted, BadRunFolder)
 """Errors that would repeat at every point: they stop the sweep."""
-
 MakeExecutor = Callable[[EvaluateRun], AbstractContextManager[Executor | None]]
 """Opens an executor for a point's run; None runs it in this process."""
 
@@ -46,11 +45,6 @@ class SweepPoint:
 
     settings: Mapping[str, Setting]
     run: EvaluateRun | FactscopeError
-
-    @property
-    def name(self) -> str:
-        """The point as a folder name."""
-        return point_name(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +75,11 @@ class SweepRun:
     ) -> None:
         """Evaluate what is not yet in the folder, point by point."""
         for point in points:
-            failures = read_failures(folder.path)
+            name, failures = point_name(point.settings), read_failures(folder.path)
             try:
                 if isinstance(point.run, FactscopeError):
                     raise point.run
-                point_folder = point.run.create_or_open(
-                    lm, _point_path(folder.path, point.settings)
-                )
+                point_folder = point.run.create_or_open(lm, folder.path / POINTS / name)
                 if point.run.is_complete(point_folder, cases):
                     progress(1 / len(points))
                 else:
@@ -96,14 +88,18 @@ class SweepRun:
                             lm, point_folder, cases, executor=executor,
                             progress=lambda fraction: progress(fraction / len(points)),
                         )  # fmt: skip
-                failures.pop(point.name, None)
+                failures.pop(name, None)
             except FATAL:
                 raise
             except FactscopeError as error:
-                log.info("%s: %s", point.name, error)
-                failures[point.name] = f"{type(error).__name__}: {error}"
+                log.info("%s: %s", name, error)
+                failures[name] = f"{type(error).__name__}: {error}"
                 progress(1 / len(points))
-            _write_failures(folder.path, failures)
+            if failures:
+                text = json.dumps(failures, indent=2, ensure_ascii=False) + "\n"
+                write_atomic(folder.path / FAILURES, text)
+            else:
+                (folder.path / FAILURES).unlink(missing_ok=True)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -123,14 +119,15 @@ def read_sweep(path: Path) -> Sweep:
     records: list[CaseRecord] = []
     points: list[Point] = []
     for settings in grid_points(grid):
-        point_records = _records(_point_path(path, settings))
+        name = point_name(settings)
+        point_records = RunFolder(path / POINTS / name).case_records()
         records += point_records
         rows = [row for row in summarize(point_records) if row.edited]
         points.append(
             Point(
                 settings=settings,
                 summary=rows[-1] if rows else None,  # of a sequence, the scores at its end
-                error=failures.get(point_name(settings)),
+                error=failures.get(name),
             )
         )
     # Every point has the same unedited scores: count each fact once.
@@ -151,18 +148,3 @@ def read_failures(path: Path) -> dict[str, str]:
     """The error of each failed point, by its name."""
     file = path / FAILURES
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
-
-
-def _write_failures(path: Path, failures: Mapping[str, str]) -> None:
-    if failures:
-        write_atomic(path / FAILURES, json.dumps(failures, indent=2, ensure_ascii=False) + "\n")
-    else:
-        (path / FAILURES).unlink(missing_ok=True)
-
-
-def _point_path(path: Path, settings: Mapping[str, Setting]) -> Path:
-    return path / "points" / point_name(settings)
-
-
-def _records(path: Path) -> list[CaseRecord]:
-    return RunFolder.open(path).case_records() if (path / "spec.toml").is_file() else []

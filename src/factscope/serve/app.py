@@ -134,6 +134,8 @@ def _add_page(app: FastAPI, state: ServerState) -> None:
 def about(state: ServerState) -> dict[str, Any]:
     """Model, limits, settings and examples, which the page loads at its start."""
     lm, default = state.lm, rome_defaults(state.lm)
+    first = {fact.relation: fact for fact in reversed(everyday_facts())}  # of each relation
+    facts = [fact for fact in everyday_facts() if first[fact.relation] is fact]
     return {
         "version": metadata.version("factscope"),
         "model": lm.name,
@@ -154,16 +156,9 @@ def about(state: ServerState) -> dict[str, Any]:
             kind: {"name": style.name, "colors": style.shades}
             for kind, style in KIND_STYLES.items()
         },
-        "examples": examples(),
+        "examples": [{"prompt": f.text, "subject": f.subject} for f in facts[:MAX_EXAMPLES]],
         "has_runs": state.runs is not None,
     }
-
-
-def examples() -> list[dict[str, str]]:
-    """The first everyday fact of each relation."""
-    first = {fact.relation: fact for fact in reversed(everyday_facts())}
-    facts = [fact for fact in everyday_facts() if first[fact.relation] is fact]
-    return [{"prompt": fact.text, "subject": fact.subject} for fact in facts[:MAX_EXAMPLES]]
 
 
 def _add_error_handlers(app: FastAPI) -> None:

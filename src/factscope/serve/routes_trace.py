@@ -33,7 +33,7 @@ def trace_routes(state: ServerState) -> APIRouter:
         fact, settings = body.fact(state.limits), body.tracing(state.limits)
         name, tables = state.traces.name(fact, settings), body.table_names()
         cached = state.traces.get(name)
-        if cached is not None and tables <= available_tables(cached):
+        if cached is not None and all(kind in getattr(cached, field) for field, kind in tables):
             line = json.dumps(record_event(name, cached), allow_nan=False) + "\n"
             return Response(line, media_type="application/x-ndjson")
 
@@ -84,11 +84,6 @@ def record_event(name: str, record: TraceRecord) -> dict[str, Any]:
     """The last event of a trace: all results, and the name for downloads."""
     tables = {field: getattr(record, field) for field in TABLE_FIELDS}
     return {"event": "record", "name": name, **baseline(record), "tables": tables}
-
-
-def available_tables(record: TraceRecord) -> set[tuple[str, str]]:
-    """The tables of a record, as in `TraceBody.table_names`."""
-    return {(field, kind) for field in TABLE_FIELDS for kind in getattr(record, field)}
 
 
 def file_content(record: TraceRecord, file: str) -> bytes:

@@ -85,8 +85,8 @@ class Sessions:
         """Remove an edit."""
         self.select(session, [id])
         with self._lock:
-            if session in self._sessions:
-                self._sessions[session][int(id) - 1] = None
+            edits = self._sessions.get(session, [])
+            edits[:] = [None if stored and stored.id == id else stored for stored in edits]
 
     def select(self, session: str, ids: Sequence[str]) -> list[StoredEdit]:
         """A session's edits with these ids; NotFound if one does not exist."""
