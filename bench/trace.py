@@ -66,7 +66,7 @@ def reference(
     clock: Clock,
 ) -> dict[str, tuple[float, dict[tuple[int, int], float]]]:
     """Seconds for a whole table of each kind by the reference algorithm, and the cells it found."""
-    slow_trace = ReferenceTrace.of(lm, answer, settings, scale)
+    slow_trace = ReferenceTrace(lm, answer, settings, scale)
     found: dict[str, tuple[float, dict[tuple[int, int], float]]] = {}
     for kind in KINDS:
         values: dict[tuple[int, int], float] = {}
@@ -102,7 +102,7 @@ def compare(
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    answer = replace(answer, answer_id=ReferenceTrace.of(lm, answer, settings, scale).answer)
+    answer = replace(answer, answer_id=ReferenceTrace(lm, answer, settings, scale).answer)
     slow = {} if args.no_reference else reference(
         lm, answer, scale, settings, args.reference_cells, clock
     )  # fmt: skip

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     )
     from factscope.runs.train import FromCases, FromText, TrainRun
     from factscope.stats.second_moment import SecondMoment
-    from factscope.tracing.known import find_known
     from factscope.tracing.settings import PRESETS, Corruption, Tracing
-    from factscope.tracing.trace import trace, trace_many
+    from factscope.tracing.trace import find_known, trace, trace_many
 
 __all__ = [
     "KN",
@@ -95,9 +94,8 @@ _MODULES = {
     ),
     "factscope.runs.train": ("FromCases", "FromText", "TrainRun"),
     "factscope.stats.second_moment": ("SecondMoment",),
-    "factscope.tracing.known": ("find_known",),
     "factscope.tracing.settings": ("PRESETS", "Corruption", "Tracing"),
-    "factscope.tracing.trace": ("trace", "trace_many"),
+    "factscope.tracing.trace": ("find_known", "trace", "trace_many"),
 }
 
 

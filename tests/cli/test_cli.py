@@ -432,7 +432,7 @@ def test_find_known(
     pairs.write_text(json.dumps({"P36": [["France", "Paris"], ["Italy", "Rome"]]}))
     patterns.write_text(json.dumps({"P36": ["The capital of [X] is [Y]."]}))
     monkeypatch.setattr(
-        "factscope.tracing.known.generate_greedy",
+        "factscope.tracing.trace.generate_greedy",
         lambda lm, texts, tokens: [" the city of Paris, France" for _ in texts],
     )
     out = tmp_path / "new" / "known.jsonl"
@@ -465,7 +465,7 @@ def test_find_known_samples_with_a_seed(
     rows = [{"subject": f"Oslo {i}", "prompt": "{} is in", "target": "Norway"} for i in range(9)]
     facts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(
-        "factscope.tracing.known.generate_greedy",
+        "factscope.tracing.trace.generate_greedy",
         lambda lm, texts, tokens: [" Norway" for _ in texts],
     )
     drawn = []

@@ -395,7 +395,7 @@ def test_leftovers_of_a_killed_conversion_are_ignored(gguf_file: Path, offline: 
     left = offline / "models" / ".killed.partial"
     left.mkdir()
     (offline / "models" / folder).rename(left / folder)
-    assert sources.cached_models() == []
+    assert sources.cached_models() == {}
     assert load(gguf_file, device="cpu").n_layers == 2
     assert [model.name for model in sources.cached_models()] == [folder]
 

@@ -45,7 +45,7 @@ def width(lm: LM) -> int:
 
 
 def plain(lm: LM, q: CleanAnswer, settings: Tracing, scale: NoiseScale = SCALE) -> ReferenceTrace:
-    return ReferenceTrace.of(lm, q, settings, scale)
+    return ReferenceTrace(lm, q, settings, scale)
 
 
 def table(lm: LM, cell, length: int) -> np.ndarray:

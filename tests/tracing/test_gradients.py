@@ -1,11 +1,14 @@
-"""Integrated gradients: exact gradients along the path, and complete attributions."""
+"""Integrated gradients: exact gradients along the path, and complete attributions; quadrature."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
-from factscope.tracing.gradients import attributions, integrated_gradients
+from factscope.tracing.gradients import attributions, integrated_gradients, quadrature
 
 from families import LAYERS, tiny
 
@@ -71,3 +74,18 @@ def test_the_table_has_the_norm_at_every_state() -> None:
     assert table.shape == (len(IDS), LAYERS)
     expected = attributions(lm, IDS, answer(lm), "mlp", 2, steps=3).norm(dim=-1)
     torch.testing.assert_close(table[:, 2], expected)
+
+
+@pytest.mark.parametrize("rule", ["radau", "gauss"])
+def test_gauss_and_radau_are_exact_for_polynomials(rule: Any) -> None:
+    for steps in (2, 3, 6):
+        points, weights = quadrature(steps, rule)
+        for power in range(2 * steps - 1):
+            assert (weights * points**power).sum().item() == pytest.approx(1 / (power + 1))
+    assert (points[0] == 0) == (rule == "radau")
+
+
+def test_equally_spaced_nodes_include_both_ends() -> None:
+    points, weights = quadrature(5, "ends")
+    np.testing.assert_allclose(points, [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(weights, [0.2] * 5)

@@ -7,8 +7,8 @@ import pytest
 from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.lm.model import LM
-from factscope.tracing import known
-from factscope.tracing.known import find_known, text_before_target
+from factscope.tracing import trace as trace_module
+from factscope.tracing.trace import find_known, text_before_target
 
 from families import tiny_text_lm
 
@@ -63,7 +63,7 @@ def test_find_known_extends_the_prompt_up_to_the_object(
         calls.append((list(texts), tokens))
         return [answers[text] for text in texts]
 
-    monkeypatch.setattr(known, "generate_greedy", generate)
+    monkeypatch.setattr(trace_module, "generate_greedy", generate)
     facts = [
         Fact(subject="The Eiffel Tower", prompt="{} is", target="Paris", id="a", relation="P1"),
         Fact(subject="Space Needle", prompt="The {} is", target="Seattle"),

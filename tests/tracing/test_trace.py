@@ -276,7 +276,7 @@ def test_the_default_model_equals_the_reference(default_model: LM) -> None:
     assert record.corrupted < 0.2
     scale = default_noise_scale(default_model, settings.corruption, [fact])
     [answer] = clean_answers(default_model, [fact], settings)
-    slow = ReferenceTrace.of(default_model, answer, settings, scale)
+    slow = ReferenceTrace(default_model, answer, settings, scale)
     assert record.corrupted == pytest.approx(slow.corrupted, rel=1e-4)
     for kind, t, layer in [("states", 2, 3), ("mlp", 2, 2), ("attn", 9, 18), ("states", 9, 25)]:
         found = record.restored[kind][t][layer]

@@ -9,7 +9,7 @@ return tuples and that BLOOM's add the residual themselves.
 `lm.check` tests an entry against a model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -45,107 +45,90 @@ class Family:
     can share a row. GPT-Neo also masks by a key's index in the row."""
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
-GATED = ("gate_proj", "up_proj")
-
-
-def _in(module: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{module}.{name}" for name in names)
-
-
-def _llama(
-    *,
-    attn_in: tuple[str, ...] = QKV,
-    mlp_in: tuple[str, ...] = GATED,
-    mlp_act: str = "mlp.act_fn",
-    needs_bos: bool = False,
-) -> Family:
-    """LLaMA's names, which most later families use."""
-    return Family(
-        embed="model.embed_tokens",
-        blocks="model.layers",
-        attn_in=_in("self_attn", attn_in),
-        attn_out="self_attn.o_proj",
-        mlp_in=_in("mlp", mlp_in),
-        mlp_out="mlp.down_proj",
-        mlp_act=mlp_act,
-        norm=("model.norm",),
-        needs_bos=needs_bos,
-    )
-
-
-def _gpt2(
-    attn_in: tuple[str, ...], attn_out: str, mlp_in: str, mlp_out: str, **flags: bool
-) -> Family:
-    """GPT-2's names, which GPT-Neo and GPT-J share in part."""
-    return Family(
-        embed="transformer.wte",
-        blocks="transformer.h",
-        attn_in=attn_in,
-        attn_out=attn_out,
-        mlp_in=(mlp_in,),
-        mlp_out=mlp_out,
-        mlp_act="mlp.act",
-        norm=("transformer.ln_f",),
-        **flags,
-    )
-
-
-def _bloom(mlp_act: str) -> Family:
-    """BLOOM's names, which Falcon shares."""
-    return Family(
-        embed="transformer.word_embeddings",
-        blocks="transformer.h",
-        attn_in=("self_attention.query_key_value",),
-        attn_out="self_attention.dense",
-        mlp_in=("mlp.dense_h_to_4h",),
-        mlp_out="mlp.dense_4h_to_h",
-        mlp_act=mlp_act,
-        norm=("transformer.ln_f",),
-    )
-
+LLAMA = Family(
+    embed="model.embed_tokens",
+    blocks="model.layers",
+    attn_in=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    attn_out="self_attn.o_proj",
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+    mlp_act="mlp.act_fn",
+    norm=("model.norm",),
+)
+GPT2 = Family(
+    embed="transformer.wte",
+    blocks="transformer.h",
+    attn_in=("attn.c_attn",),
+    attn_out="attn.c_proj",
+    mlp_in=("mlp.c_fc",),
+    mlp_out="mlp.c_proj",
+    mlp_act="mlp.act",
+    norm=("transformer.ln_f",),
+    transposed=True,
+)
+NEOX = Family(
+    embed="gpt_neox.embed_in",
+    blocks="gpt_neox.layers",
+    attn_in=("attention.query_key_value",),
+    attn_out="attention.dense",
+    mlp_in=("mlp.dense_h_to_4h",),
+    mlp_out="mlp.dense_4h_to_h",
+    mlp_act="mlp.act",
+    norm=("gpt_neox.final_layer_norm",),
+)
+FALCON = replace(
+    NEOX,
+    embed="transformer.word_embeddings",
+    blocks="transformer.h",
+    attn_in=("self_attention.query_key_value",),
+    attn_out="self_attention.dense",
+    norm=("transformer.ln_f",),
+)
 
 FAMILIES: dict[str, Family] = {
-    "bloom": _bloom("mlp.gelu_impl"),
-    "falcon": _bloom("mlp.act"),
-    "gemma": _llama(needs_bos=True),
-    "gemma2": _llama(needs_bos=True),
-    "gemma3_text": _llama(needs_bos=True),
-    "gpt2": _gpt2(("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj", transposed=True),
-    "gpt_neo": _gpt2(
-        _in("attn.attention", QKV),
-        "attn.attention.out_proj",
-        "mlp.c_fc",
-        "mlp.c_proj",
+    "bloom": replace(FALCON, mlp_act="mlp.gelu_impl"),
+    "falcon": FALCON,
+    "gemma": replace(LLAMA, needs_bos=True),
+    "gemma2": replace(LLAMA, needs_bos=True),
+    "gemma3_text": replace(LLAMA, needs_bos=True),
+    "gpt2": GPT2,
+    "gpt_neo": replace(
+        GPT2,
+        attn_in=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        attn_out="attn.attention.out_proj",
+        transposed=False,
         supports_packing=False,
     ),
-    "gpt_neox": Family(
-        embed="gpt_neox.embed_in",
-        blocks="gpt_neox.layers",
-        attn_in=("attention.query_key_value",),
-        attn_out="attention.dense",
-        mlp_in=("mlp.dense_h_to_4h",),
-        mlp_out="mlp.dense_4h_to_h",
-        mlp_act="mlp.act",
-        norm=("gpt_neox.final_layer_norm",),
+    "gpt_neox": NEOX,
+    "gptj": replace(
+        GPT2,
+        attn_in=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        attn_out="attn.out_proj",
+        mlp_in=("mlp.fc_in",),
+        mlp_out="mlp.fc_out",
+        transposed=False,
     ),
-    "gptj": _gpt2(_in("attn", QKV), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
-    "llama": _llama(),
-    "mistral": _llama(),
-    "olmo2": _llama(),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "olmo2": LLAMA,
     "opt": Family(
         embed="model.decoder.embed_tokens",
         blocks="model.decoder.layers",
-        attn_in=_in("self_attn", QKV),
+        attn_in=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         attn_out="self_attn.out_proj",
         mlp_in=("fc1",),
         mlp_out="fc2",
         mlp_act="activation_fn",
         norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
     ),
-    "phi3": _llama(attn_in=("qkv_proj",), mlp_in=("gate_up_proj",), mlp_act="mlp.activation_fn"),
-    "qwen2": _llama(),
-    "qwen3": _llama(),
+    "phi3": replace(
+        LLAMA,
+        attn_in=("self_attn.qkv_proj",),
+        mlp_in=("mlp.gate_up_proj",),
+        mlp_act="mlp.activation_fn",
+    ),
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
 }
 """Families by `config.model_type`."""
 

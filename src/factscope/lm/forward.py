@@ -3,17 +3,15 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.lm.hooks import hook_calls, hook_outputs
-
-if TYPE_CHECKING:
-    from factscope.lm.load import LM
+from factscope.lm.model import LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class ActivationCache:
 
 @torch.no_grad()
 def forward(
-    lm: "LM",
+    lm: LM,
     ids: Int[Tensor, "row token"],
     *,
     keep: Sequence[str] = (),
@@ -78,17 +76,24 @@ def forward(
     states: list[Tensor] = []
     block_args: list[dict[str, Any]] = []
 
-    def record_output(name: str) -> Callable[[Tensor], None]:
+    def record_output(name: str, out: Tensor) -> None:
         # Falcon adds in place to its MLP's output, so copy it.
-        return lambda out: contributions[name].append(out.clone().view(rows, length, -1))
+        contributions[name].append(out.clone().view(rows, length, -1))
 
-    outputs: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor | None]]]
+    def record_args(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = _signature(type(block)).bind(block, *args, **kwargs).arguments
+        bound.pop("self")
+        extra = bound.pop("kwargs", {})
+        block_args.append({**bound, **extra})
+
+    outputs: list[tuple[nn.Module, Callable[[Tensor], Tensor | None]]]
     outputs = [(block, states.append) for block in lm.blocks]
     for name in keep:
-        outputs += [(lm.contribution(name, i), record_output(name)) for i in range(lm.n_layers)]
+        record = partial(record_output, name)
+        outputs += [(lm.contribution(name, i), record) for i in range(lm.n_layers)]
     if embed is not None:
         outputs.append((lm.embed, embed))
-    calls = [(block, _record_args(block, block_args)) for block in lm.blocks]
+    calls = [(block, partial(record_args, block)) for block in lm.blocks]
     # A cache without a config holds every key. One with a config drops keys outside a sliding
     # window, but the replay needs them and applies the mask itself.
     cache = DynamicCache()
@@ -105,26 +110,13 @@ def forward(
     )
 
 
-def _record_args(block: torch.nn.Module, block_args: list[dict[str, Any]]) -> Callable[..., None]:
-    """A hook that appends a block's arguments, by name."""
-    signature = _signature(type(block))
-
-    def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = signature.bind(block, *args, **kwargs).arguments
-        bound.pop("self")
-        extra = bound.pop("kwargs", {})
-        block_args.append({**bound, **extra})
-
-    return record
-
-
 @cache
-def _signature(kind: type[torch.nn.Module]) -> inspect.Signature:
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
 @torch.no_grad()
-def mlp_keys(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
+def mlp_keys(lm: LM, ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor, "row token key"]:
     """k: the input of a layer's MLP output weight."""
     keys: list[Tensor] = []
     with hook_calls((lm.mlp_out(layer), lambda args, _: keys.append(args[0]))):
@@ -133,7 +125,7 @@ def mlp_keys(lm: "LM", ids: Int[Tensor, "row token"], layer: int) -> Float[Tenso
 
 
 def token_probability(
-    lm: "LM", states: Float[Tensor, "row width"], token: Int[Tensor, " row"]
+    lm: LM, states: Float[Tensor, "row width"], token: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
     """P[token] of each last-layer state, computed in float32."""
     logits = lm.decode(states).float()

@@ -2,17 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from factscope.lm.model import LM
 from factscope.lm.tokens import decode_continuation, encode
-
-if TYPE_CHECKING:
-    from factscope.lm.model import LM
 
 Choose = Callable[[Float[Tensor, "row vocabulary"]], Int[Tensor, " row"]]
 """Chooses the next token of each row from the logits."""
@@ -37,7 +33,7 @@ def top_k_choice(k: int, seed: int) -> Choose:
 
 
 @torch.no_grad()
-def top_next_tokens(lm: "LM", text: str, count: int) -> list[tuple[str, float]]:
+def top_next_tokens(lm: LM, text: str, count: int) -> list[tuple[str, float]]:
     """The likeliest next tokens with their probabilities, the likeliest first."""
     ids = encode(lm, text).ids
     states = lm.model.base_model(torch.tensor([ids], device=lm.device), use_cache=False)
@@ -46,13 +42,13 @@ def top_next_tokens(lm: "LM", text: str, count: int) -> list[tuple[str, float]]:
     return [(decode_continuation(lm, ids, [token]), probability) for token, probability in pairs]
 
 
-def generate_greedy(lm: "LM", texts: Sequence[str], tokens: int, *, rows: int = 64) -> list[str]:
+def generate_greedy(lm: LM, texts: Sequence[str], tokens: int, *, rows: int = 64) -> list[str]:
     """The most likely continuation of each text, up to `tokens` tokens or the end of text."""
     return generate(lm, texts, tokens, argmax_choice, rows=rows)
 
 
 def generate(
-    lm: "LM", texts: Sequence[str], tokens: int, choose: Choose, *, rows: int = 64
+    lm: LM, texts: Sequence[str], tokens: int, choose: Choose, *, rows: int = 64
 ) -> list[str]:
     """The continuation of each text, up to `tokens` tokens or the end of text.
 
@@ -73,7 +69,7 @@ def generate(
 
 @torch.no_grad()
 def generate_ids(
-    lm: "LM", rows: Sequence[Sequence[int]], tokens: int, choose: Choose, *, stop: bool = True
+    lm: LM, rows: Sequence[Sequence[int]], tokens: int, choose: Choose, *, stop: bool = True
 ) -> list[list[int]]:
     """The new ids of rows of equal length; with `stop`, a row ends at the end of text."""
     from transformers import DynamicCache
@@ -110,7 +106,7 @@ def uniform_draws(names: Sequence[str], length: int, seed: int) -> Float[Tensor,
 
 @torch.no_grad()
 def sample_texts(
-    lm: "LM",
+    lm: LM,
     rows: Sequence[Sequence[int]],
     draws: Float[Tensor, "row position"],
     *,
@@ -128,8 +124,10 @@ def sample_texts(
     from factscope.lm.accel.decode import static_decode
 
     length = draws.shape[1]
-    prompts = _prompt_tokens(rows, length).to(lm.device)
-    draws = draws.to(lm.device)
+    prompts = torch.full((len(rows), length), -1)  # -1 where the model generates
+    for prompt, row in zip(prompts, rows, strict=True):
+        prompt[: len(row)] = torch.tensor(row[:length])
+    prompts, draws = prompts.to(lm.device), draws.to(lm.device)
 
     def choose(logits: Float[Tensor, "row vocabulary"], position: int | Tensor) -> Tensor:
         """The tokens at a position: those of the prompt, or sampled ones after its end."""
@@ -151,13 +149,6 @@ def sample_texts(
                 ids[:, position + 1 :] = rest
                 break
     return ids.tolist()
-
-
-def _prompt_tokens(rows: Sequence[Sequence[int]], length: int) -> Int[Tensor, "row position"]:
-    """The prompts' tokens, and -1 where the model generates."""
-    prompts = [torch.tensor(list(row)[:length]) for row in rows]
-    padded = pad_sequence(prompts, batch_first=True, padding_value=-1)
-    return torch.nn.functional.pad(padded, (0, length - padded.shape[1]), value=-1)
 
 
 def _sampled(

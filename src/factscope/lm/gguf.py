@@ -36,9 +36,15 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 def read_gguf(path: Path) -> tuple[Any, Any]:
     """The model and tokenizer of a GGUF, ready to be saved."""
+    from gguf import GGUFReader, GGUFValueType
+
     try:
-        metadata = _metadata(path)
-        return _model(path), _tokenizer(path, metadata)
+        scalars = {
+            key: field.contents()
+            for key, field in GGUFReader(path).fields.items()
+            if field.types and field.types[0] != GGUFValueType.ARRAY
+        }
+        return _model(path), _tokenizer(path, scalars)
     except FactscopeError:
         raise
     except Exception as error:  # a broken file can fail anywhere in its readers
@@ -48,19 +54,12 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         ) from error
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    """The file's scalar fields."""
-    from gguf import GGUFReader, GGUFValueType
-
-    return {
-        key: field.contents()
-        for key, field in GGUFReader(path).fields.items()
-        if field.types and field.types[0] != GGUFValueType.ARRAY
-    }
-
-
 def _model(path: Path) -> Any:
-    """The model with dequantised weights, in the narrowest dtype that holds them exactly."""
+    """The model with dequantised weights, in the narrowest dtype that holds them exactly.
+
+    A quantised weight is for instance d·q + m with float16 d and m and a 4-bit q, and needs float32
+    (float16 would change SmolLM2's by up to 0.002). Weights stored in 16 bits stay in 16 bits.
+    """
     import torch
     import transformers
 
@@ -81,10 +80,14 @@ def _model(path: Path) -> Any:
     broken = sorted(info["missing_keys"]) + [n for n, w in state.items() if not w.isfinite().all()]
     if broken:
         raise BadModelFile(f"{path} has missing, NaN or infinite weights: {', '.join(broken[:3])}")
+    dtype = torch.float32
+    for narrower in (torch.bfloat16, torch.float16):
+        if all(torch.equal(w.to(narrower).float(), w.float()) for w in state.values()):
+            dtype = narrower
+            break
     # A new model of the same configuration, without its quantisation config.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    dtype = _narrowest_dtype(state)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict({n: w.to(dtype) for n, w in state.items()}, assign=True)
@@ -93,34 +96,27 @@ def _model(path: Path) -> Any:
     return model
 
 
-def _narrowest_dtype(state: dict[str, Any]) -> Any:
-    """The narrowest dtype that holds every weight exactly.
-
-    A quantised weight is for instance d·q + m with float16 d and m and a 4-bit q, and needs float32
-    (float16 would change SmolLM2's by up to 0.002). Weights stored in 16 bits stay in 16 bits.
-    """
-    import torch
-
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(w.to(dtype).float(), w.float()) for w in state.values()):
-            return dtype
-    return torch.float32
-
-
-def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
+def _tokenizer(path: Path, scalars: dict[str, Any]) -> Any:
+    """The tokenizer, given the file's scalar fields."""
     from tokenizers import pre_tokenizers
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     backend = read.backend_tokenizer
-    if metadata.get("tokenizer.ggml.pre") == "smollm":
+    split = scalars.get("tokenizer.ggml.pre")
+    if split == "smollm":
         # SmolLM splits numbers into digits; transformers reads its GGUF as GPT-2's tokenizer.
         digits = pre_tokenizers.Digits(individual_digits=True)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    # Whether texts begin with BOS, by the rules of llama.cpp.
+    add_bos = scalars.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        sentencepiece = scalars.get("tokenizer.ggml.model") == "llama"
+        add_bos = sentencepiece or split in BOS_PRE_TOKENIZERS
     bos = read.bos_token
-    if bos is not None and _adds_bos(metadata):
+    if bos is not None and add_bos:
         backend.post_processor = TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos}:1 $B:1",
@@ -133,12 +129,3 @@ def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.chat_template = read.chat_template
     return tokenizer
-
-
-def _adds_bos(metadata: dict[str, Any]) -> bool:
-    """Whether texts begin with BOS, by the rules of llama.cpp."""
-    explicit = metadata.get("tokenizer.ggml.add_bos_token")
-    if explicit is not None:
-        return bool(explicit)
-    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    return sentencepiece or metadata.get("tokenizer.ggml.pre") in BOS_PRE_TOKENIZERS

@@ -17,6 +17,34 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
+def hook_io(
+    *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
+) -> Iterator[None]:
+    """Call each function with its module's input and output; a returned tensor is the output."""
+    with ExitStack() as hooks:
+        for module, function in pairs:
+            hooks.enter_context(
+                module.register_forward_hook(lambda _, args, out, f=function: f(args[0], out))
+            )
+        yield
+
+
+@contextmanager
+def hook_calls(
+    *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
+) -> Iterator[None]:
+    """Call each function with its module's arguments and keywords, before the module runs."""
+    with ExitStack() as hooks:
+        for module, function in pairs:
+            hooks.enter_context(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, f=function: f(args, kwargs), with_kwargs=True
+                )
+            )
+        yield
+
+
+@contextmanager
 def hook_outputs(
     *pairs: tuple[nn.Module, Callable[[Tensor], Tensor | None]],
 ) -> Iterator[None]:
@@ -34,46 +62,7 @@ def hook_outputs(
 
         return hook
 
-    with _temporary(m.register_forward_hook(hook_for(f)) for m, f in pairs):
-        yield
-
-
-@contextmanager
-def hook_calls(
-    *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
-) -> Iterator[None]:
-    """Call each function with its module's arguments and keywords, before the module runs."""
-
-    def hook_for(function: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            function(args, kwargs)
-
-        return hook
-
-    with _temporary(m.register_forward_pre_hook(hook_for(f), with_kwargs=True) for m, f in pairs):
-        yield
-
-
-@contextmanager
-def hook_io(
-    *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
-) -> Iterator[None]:
-    """Call each function with its module's input and output; a returned tensor is the output."""
-
-    def hook_for(function: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            return function(args[0], output)
-
-        return hook
-
-    with _temporary(m.register_forward_hook(hook_for(f)) for m, f in pairs):
-        yield
-
-
-@contextmanager
-def _temporary(handles: Iterable[Any]) -> Iterator[None]:
-    """Remove registered hooks at the end of the block."""
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+    with ExitStack() as hooks:
+        for module, function in pairs:
+            hooks.enter_context(module.register_forward_hook(hook_for(function)))
         yield

@@ -2,7 +2,7 @@
 
 import copy
 import importlib.util
-from collections.abc import Iterator
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from factscope.lm.check import check_family
 from factscope.lm.families import family_of, unknown_family
 from factscope.lm.model import LM
 from factscope.lm.sources import DEFAULT_MODEL, model_folder, quiet_transformers, unknown_model
+
+log = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype | str] = {
     "float32": torch.float32,
@@ -43,19 +45,20 @@ def load(
     """
     if dtype not in DTYPES:
         raise BadSetting(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    target = _device(device) if device_map is None else None
-    if device_map is not None:
-        _check_device_map(device, device_map)
+    target = _target(device, device_map)
     folder = model_folder(name)
-    with quiet_transformers(progress_bars=folder is None):
-        model, tokenizer = _read(str(name), folder, dtype=DTYPES[dtype], device_map=device_map)
+    try:
+        with quiet_transformers(progress_bars=folder is None):
+            model, tokenizer = _read(str(name), folder, dtype=DTYPES[dtype], device_map=device_map)
+        if target is not None:
+            model = model.to(target)
+    except torch.OutOfMemoryError as error:
+        raise BadSetting(
+            f"{name} does not fit into the memory of {target or 'the devices'}; "
+            "try dtype='bfloat16', device_map='auto' or device='cpu'"
+        ) from error
     if dtype in ("float32", "tf32"):
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    if target is not None:
-        try:
-            model = model.to(target)
-        except torch.OutOfMemoryError as error:
-            raise _too_large(str(name), str(target)) from error
     return _lm(model, tokenizer, str(name), check)
 
 
@@ -72,7 +75,17 @@ def from_model(
 
 
 def _lm(model: Any, tokenizer: Any, name: str, check: bool) -> LM:
-    _set_padding(tokenizer)
+    if not getattr(tokenizer, "is_fast", False):
+        raise BadModelFile(
+            f"{type(tokenizer).__name__} gives no character offsets; factscope needs a fast "
+            "tokenizer (one with a tokenizer.json)"
+        )
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None:  # any token will do, since padding is masked
+        special = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token)
+        tokenizer.pad_token = next(
+            (token for token in special if token is not None), tokenizer.convert_ids_to_tokens(0)
+        )
     model.eval().requires_grad_(False)
     lm = LM(model=model, tokenizer=tokenizer, family=family_of(model), name=name)
     if check:
@@ -80,50 +93,24 @@ def _lm(model: Any, tokenizer: Any, name: str, check: bool) -> LM:
     return lm
 
 
-def _set_padding(tokenizer: Any) -> None:
-    """Pad on the right; which token pads does not matter, since padding is masked."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise BadModelFile(
-            f"{type(tokenizer).__name__} gives no character offsets; factscope needs a fast "
-            "tokenizer (one with a tokenizer.json)"
-        )
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token_id is None:
-        special = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token)
-        tokenizer.pad_token = next(
-            (token for token in special if token is not None), tokenizer.convert_ids_to_tokens(0)
-        )
-
-
-# ---- devices
-
-
-def _device(name: str | torch.device) -> torch.device:
-    if str(name) == "auto":
+def _target(device: str | torch.device, device_map: Any) -> torch.device | None:
+    """The device to move the model to; None if it is placed by its device map."""
+    if device_map is not None and str(device) != "auto":
+        raise BadSetting(f"device is {str(device)!r} and device_map {device_map!r}; give only one")
+    if device_map is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise BadSetting("device_map needs accelerate; `pip install accelerate`")
+        return None
+    if str(device) == "auto":
         return torch.device(best_device())
     try:
-        device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BadSetting(
-            f"device is {str(name)!r}, which cannot be used here ({reason}); give 'auto' or 'cpu'"
+            f"device is {str(device)!r}, which cannot be used here ({reason}); give 'auto' or 'cpu'"
         ) from error
-    return device
-
-
-def _check_device_map(device: str | torch.device, device_map: str | dict[str, Any]) -> None:
-    if str(device) != "auto":
-        raise BadSetting(f"device is {str(device)!r} and device_map {device_map!r}; give only one")
-    if importlib.util.find_spec("accelerate") is None:
-        raise BadSetting("device_map needs accelerate; `pip install accelerate`")
-
-
-def _too_large(name: str, device: str) -> BadSetting:
-    return BadSetting(
-        f"{name} does not fit into the memory of {device}; "
-        "try dtype='bfloat16', device_map='auto' or device='cpu'"
-    )
+    return torch.device(device)
 
 
 # ---- reading
@@ -131,26 +118,21 @@ def _too_large(name: str, device: str) -> BadSetting:
 
 def _read(hub_id: str, folder: Path | None, **options: Any) -> tuple[Any, Any]:
     """The model and tokenizer of a folder, or of a hub id if there is none."""
-    if folder is not None:
-        return _read_checked(str(folder), local_files_only=True, **options)
-    # A model in the hub's cache is used without a request: runs are repeatable and work offline.
-    try:
-        return _from_pretrained(hub_id, local_files_only=True, **options)
-    except torch.OutOfMemoryError as error:
-        raise _too_large(hub_id, "the devices") from error
-    except Exception:
-        return _read_checked(hub_id, local_files_only=False, **options)
-
-
-def _read_checked(place: str, **options: Any) -> tuple[Any, Any]:
-    """Read a folder or hub id; all errors are FactscopeErrors."""
+    if folder is None:
+        # A model in the hub's cache is used without a request: runs are repeatable and work
+        # offline.
+        try:
+            return _from_pretrained(hub_id, local_files_only=True, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.debug("%s is not in the hub's cache: %s", hub_id, error)
+    place = hub_id if folder is None else str(folder)
     try:
         _check_family_is_known(place)
-        return _from_pretrained(place, **options)
-    except FactscopeError:
+        return _from_pretrained(place, local_files_only=folder is not None, **options)
+    except (FactscopeError, torch.OutOfMemoryError):
         raise
-    except torch.OutOfMemoryError as error:
-        raise _too_large(place, "the devices") from error
     except Exception as error:
         raise _explain(place, error) from error
 
@@ -201,7 +183,9 @@ def _explain(place: str, error: Exception) -> FactscopeError:
     """Translate an error of transformers or of the hub."""
     from huggingface_hub import errors as hub
 
-    causes = list(_causes(error))
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
 
     def caused_by(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
@@ -220,9 +204,3 @@ def _explain(place: str, error: Exception) -> FactscopeError:
         f"the model {place} cannot be read ({type(error).__name__}: {reason[:300]}); it needs "
         "config.json, .safetensors weights (pickles are not read) and tokenizer.json"
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from factscope.errors import BadSetting, OutOfMemory
 from factscope.lm.accel.device import free_memory, on_gpu, release_memory
+from factscope.lm.model import LM
 from factscope.progress import NestedProgress, Progress
-
-if TYPE_CHECKING:
-    from factscope.lm.model import LM
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -36,20 +34,9 @@ def parse_bytes(text: str) -> int:
 class BatchSizes:
     """How much of a trace is computed at once."""
 
-    pending: int
-    """Slots whose cells are pending together, counted once for all layers."""
-    call: int
-    """Slots that go through a block in one call."""
-    logits: int
-    """States decoded to logits at once."""
-
-    def rows(self, width: int) -> int:
-        """How many packed rows of a width are pending together."""
-        return max(1, min(self.pending, self.call) // width)
-
-    def layers(self, slots: int) -> int:
-        """How many layers' cells of that many slots go through a block in one call."""
-        return max(1, self.call // slots)
+    pending: int  # slots whose cells are pending together, counted once for all layers
+    call: int  # slots that go through a block in one call
+    logits: int  # states decoded to logits at once
 
 
 @dataclass(frozen=True)
@@ -59,17 +46,13 @@ class Budget:
     bytes: int
 
     @classmethod
-    def of(cls, lm: "LM", bound: int | None) -> "Budget":
+    def of(cls, lm: LM, bound: int | None) -> "Budget":
         """The given bound, or the device's default: 60 % of a GPU's free memory, or 512 MiB."""
         if bound is not None:
             return cls(bound)
         return cls(int(free_memory(lm.device) * 0.6) if on_gpu(lm) else 2**29)
 
-    def half(self) -> "Budget":
-        """The bound to try after memory ran out."""
-        return Budget(self.bytes // 2)
-
-    def facts(self, lm: "LM", length: int, samples: int, tensors: int) -> int:
+    def facts(self, lm: LM, length: int, samples: int, tensors: int) -> int:
         """How many facts of a length to trace in one batch.
 
         Their runs may take a quarter of the bound; `tensors` counts the tensors of a state's width
@@ -79,14 +62,15 @@ class Budget:
         row = (tensors + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
         return max(1, min(limit, self.bytes // 4 // (row * (1 + samples))))
 
-    def batch_sizes(self, lm: "LM") -> BatchSizes:
+    def batch_sizes(self, lm: LM) -> BatchSizes:
         """How to split a trace: half of the bound for pending states, a quarter for a block's
         activations, an eighth for logits."""
         item = lm.dtype.itemsize
         keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
+        call = self.bytes // 4 // (item * (16 * lm.width + 8 * keys))
         return BatchSizes(
-            pending=self.bytes // 2 // (lm.n_layers * lm.width * item),
-            call=self.bytes // 4 // (item * (16 * lm.width + 8 * keys)),
+            pending=min(call, self.bytes // 2 // (lm.n_layers * lm.width * item)),
+            call=call,
             logits=max(1, min(4096, self.bytes // 8 // (vocabulary * 12))),
         )
 

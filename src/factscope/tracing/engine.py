@@ -11,14 +11,13 @@ rows of about `SLOTS` slots, so that batches are dense and attention works on fu
 pending states are one tensor: (cell's layer, packed row, slot, width).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.lm.accel import accelerated
 from factscope.lm.forward import ActivationCache, token_probability
@@ -36,14 +35,10 @@ SLOTS = 48
 class Restoration:
     """What the cells of a table restore, and what is frozen meanwhile."""
 
-    kind: str
-    """`states`, `mlp` or `attn`."""
-    windows: Sequence[tuple[int, int]]
-    """The layers [start, stop) that the cell of each layer restores."""
-    sever: str | None = None
-    """The module that is frozen at its corrupted outputs, in all layers."""
-    freeze_all: bool = False
-    """Whether it is frozen at every token, or only at the restored one."""
+    kind: str  # states, mlp or attn
+    windows: Sequence[tuple[int, int]]  # the layers [start, stop) that each layer's cell restores
+    sever: str | None = None  # the module that is frozen at its corrupted outputs, in all layers
+    freeze_all: bool = False  # whether it is frozen at every token, or only at the restored one
 
     def entry(self, layer: int) -> int:
         """The first block that the cell of a layer runs through."""
@@ -55,12 +50,9 @@ class Restoration:
 class Segment:
     """The tokens of one corrupted row from the restored one to the last."""
 
-    clean: int
-    """The row of the clean run."""
-    row: int
-    """The row of the corrupted run."""
-    start: int
-    """The restored token."""
+    clean: int  # the row of the clean run
+    row: int  # the row of the corrupted run
+    start: int  # the restored token
     stop: int
     answer: int
 
@@ -80,9 +72,14 @@ def restore(
     """The answer's probability with each segment's first token restored at each layer."""
     table = torch.empty(len(segments), lm.n_layers)
     index_of = {id(segment): i for i, segment in enumerate(segments)}
-    for group, packable in _groups(lm, segments):
+    packable = lm.family.supports_packing
+    groups = [segments]
+    if not packable:  # only segments that start at the same token can share a batch
+        starts = sorted({segment.start for segment in segments})
+        groups = [[s for s in segments if s.start == start] for start in starts]
+    for group in groups:
         rows = pack_segments(group, packable=packable)
-        size = sizes.rows(max(sum(map(len, row)) for row in rows))
+        size = max(1, sizes.pending // max(sum(map(len, row)) for row in rows))
         for i in range(0, len(rows), size):
             packed = lay_out_segments(rows[i : i + size], run.inputs.device)
             cells = [index_of[id(segment)] for segment in packed.segments]
@@ -92,15 +89,6 @@ def restore(
             )
             table[cells] = accelerated(lm, compute).T.cpu()
     return table
-
-
-def _groups(lm: LM, segments: Sequence[Segment]) -> Iterator[tuple[list[Segment], bool]]:
-    """Segments that can share a batch: all of them, or, without packing, those of one token."""
-    if lm.family.supports_packing:
-        yield list(segments), True
-        return
-    for start in sorted({s.start for s in segments}):
-        yield [s for s in segments if s.start == start], False
 
 
 def propagate(
@@ -114,7 +102,7 @@ def propagate(
     """Carry all cells of the packed segments through the layers; the answer's probability."""
     layers, shape = lm.n_layers, packed.view.position.shape
     pending = run.inputs.new_empty(layers, *shape, run.inputs.shape[-1])
-    replay, at_once = Replay(lm, run, packed.view), sizes.layers(shape.numel())
+    replay, at_once = Replay(lm, run, packed.view), max(1, sizes.call // shape.numel())
     work = sum(layers - restoration.entry(layer) for layer in range(layers))
     started = 0
     for layer in range(layers + 1):
@@ -126,12 +114,16 @@ def propagate(
         for first in range(0, started, at_once):
             batch = pending[first : min(started, first + at_once)]
             hidden = batch.flatten(0, 1)
-            with _intervened(lm, run, packed, restoration, layer, first, len(batch)):
+            hooks = _interventions(lm, run, packed, restoration, layer, first, len(batch))
+            with hook_outputs(*hooks):
                 output = lm.blocks[layer](hidden, **replay.arguments(layer, hidden))
             output = output[0] if isinstance(output, tuple) else output
             batch.copy_(output.view(batch.shape))
         progress(started / max(1, work))
-    return _answer_probabilities(lm, packed, pending, sizes)
+    last = pending[:, packed.packed_row, packed.last]
+    answer = packed.answer.expand(last.shape[:2]).flatten()
+    chunks = zip(last.flatten(0, 1).split(sizes.logits), answer.split(sizes.logits), strict=True)
+    return torch.cat([token_probability(lm, x, y) for x, y in chunks]).view(last.shape[:2])
 
 
 def _first_states(
@@ -153,8 +145,7 @@ def _take(x: Tensor, *index: Tensor) -> Tensor:
     return x[tuple(i.to(x.device) for i in index)]
 
 
-@contextmanager
-def _intervened(
+def _interventions(
     lm: LM,
     run: ActivationCache,
     packed: "PackedSegments",
@@ -162,73 +153,52 @@ def _intervened(
     layer: int,
     first: int,
     count: int,
-) -> Iterator[None]:
-    """Inside, a block call on `count` cells from `first` on restores and freezes module outputs."""
-    hooks: list[tuple[torch.nn.Module, Callable[[Tensor], None]]] = []
-    shape = (count, *packed.view.position.shape, -1)
-    if restoration.sever is not None:
-        module = restoration.sever
-        freeze = _freeze(run.contributions[module][layer], packed, restoration.freeze_all)
-        hooks.append((lm.contribution(module, layer), lambda out: freeze(out.view(shape))))
+) -> list[tuple[nn.Module, Callable[[Tensor], None]]]:
+    """Hooks for a block call on `count` cells from `first` on: they restore and freeze outputs."""
+    view = packed.view
+
+    def overwrite(
+        module: str, row: Tensor, token: Tensor, *where: slice | Tensor
+    ) -> tuple[nn.Module, Callable[[Tensor], None]]:
+        """A hook that sets a module's output (cell, packed row, slot) to that of another run."""
+        values = _take(run.contributions[module][layer], row, token)
+        index = tuple(w if isinstance(w, slice) else w.to(values.device) for w in where)
+
+        def put(out: Tensor) -> None:
+            out.view(count, *view.position.shape, -1)[index] = values
+
+        return lm.contribution(module, layer), put
+
+    hooks, restored = [], (packed.packed_row, packed.first)
+    if restoration.sever is not None and restoration.freeze_all:
+        hooks = [overwrite(restoration.sever, view.row[:, None], view.position, slice(None))]
+    elif restoration.sever is not None:
+        hooks = [overwrite(restoration.sever, packed.row, packed.token, slice(None), *restored)]
     active = [
         i - first
         for i in range(first, first + count)
         if restoration.windows[i][0] <= layer < restoration.windows[i][1]
     ]
     if restoration.kind != "states" and active:
-        clean = _take(run.contributions[restoration.kind][layer], packed.clean, packed.token)
-        row, slot = packed.packed_row.to(clean.device), packed.first.to(clean.device)
         # Windows of consecutive cells differ by one layer, so the active cells are a range.
         cells = slice(active[0], active[-1] + 1)
-
-        def put_clean(out: Tensor) -> None:
-            out.view(shape)[cells, row, slot] = clean
-
-        hooks.append((lm.contribution(restoration.kind, layer), put_clean))
-    with hook_outputs(*hooks):
-        yield
-
-
-def _freeze(
-    corrupted: Tensor, packed: "PackedSegments", all_tokens: bool
-) -> Callable[[Tensor], None]:
-    """A function that overwrites a module's output with its corrupted values."""
-    view = packed.view
-    if all_tokens:
-        values = _take(corrupted, view.row[:, None], view.position)
-        return lambda out: out.__setitem__(slice(None), values)
-    values = _take(corrupted, packed.row, packed.token)
-    row, slot = packed.packed_row.to(values.device), packed.first.to(values.device)
-    return lambda out: out.__setitem__((slice(None), row, slot), values)
-
-
-def _answer_probabilities(
-    lm: LM, packed: "PackedSegments", pending: Tensor, sizes: BatchSizes
-) -> Float[Tensor, "layer segment"]:
-    """The answer's probability after each cell's last token."""
-    last = pending[:, packed.packed_row, packed.last]
-    answer = packed.answer.expand(last.shape[:2]).flatten()
-    chunks = zip(last.flatten(0, 1).split(sizes.logits), answer.split(sizes.logits), strict=True)
-    return torch.cat([token_probability(lm, x, y) for x, y in chunks]).view(last.shape[:2])
+        hooks.append(overwrite(restoration.kind, packed.clean, packed.token, cells, *restored))
+    return hooks
 
 
 # ---- packing
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PackedSegments:
     """Segments packed into rows: the view for the blocks, and where each segment is."""
 
     view: PackedView
-    segments: list[Segment]
-    """In the order of the tensors below."""
+    segments: list[Segment]  # in the order of the tensors below
     packed_row: Int[Tensor, " segment"]
-    first: Int[Tensor, " segment"]
-    """The slot of the restored token."""
-    last: Int[Tensor, " segment"]
-    """The slot of the prompt's last token."""
-    token: Int[Tensor, " segment"]
-    """The restored token's position in the prompt."""
+    first: Int[Tensor, " segment"]  # the slot of the restored token
+    last: Int[Tensor, " segment"]  # the slot of the prompt's last token
+    token: Int[Tensor, " segment"]  # the restored token's position in the prompt
     clean: Int[Tensor, " segment"]
     row: Int[Tensor, " segment"]
     answer: Int[Tensor, " segment"]
@@ -242,27 +212,19 @@ def pack_segments(segments: Sequence[Segment], *, packable: bool = True) -> list
     by_row: dict[int, list[Segment]] = {}
     for segment in sorted(segments, key=len, reverse=True):
         by_row.setdefault(segment.row, []).append(segment)
-    if not packable:
-        return [[segment] for row in by_row.values() for segment in row]
-    width = max(map(_even_width, by_row.values()))
-    return [packed for row in by_row.values() for packed in _first_fit(row, width)]
-
-
-def _even_width(row: list[Segment]) -> int:
-    """Slots per packed row if a row's segments are spread evenly."""
-    total = sum(map(len, row))
-    return max(len(row[0]), -(-total // -(-total // SLOTS)))
-
-
-def _first_fit(row: list[Segment], width: int) -> list[list[Segment]]:
+    # As wide as a row needs if its segments are spread evenly over rows of about SLOTS.
+    totals = [(sum(map(len, row)), len(row[0])) for row in by_row.values()]
+    width = max(max(longest, -(-n // -(-n // SLOTS))) for n, longest in totals) if packable else 0
     packed: list[list[Segment]] = []
-    for segment in row:
-        for segments in packed:
-            if sum(map(len, segments)) + len(segment) <= width:
-                segments.append(segment)
-                break
-        else:
-            packed.append([segment])
+    for row in by_row.values():
+        first = len(packed)
+        for segment in row:
+            for together in packed[first:]:
+                if sum(map(len, together)) + len(segment) <= width:
+                    together.append(segment)
+                    break
+            else:
+                packed.append([segment])
     return packed
 
 
@@ -271,32 +233,22 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
     width = max(sum(map(len, row)) for row in rows)
     position = torch.zeros(len(rows), width, dtype=torch.long)
     start = torch.full((len(rows), width), -1)
-    placed: list[tuple[Segment, int, int]] = []
+    segments: list[Segment] = []
+    columns: list[tuple[int, ...]] = []
+    """Each segment's fields of `PackedSegments`, from `packed_row` on."""
     for i, row in enumerate(rows):
         slot = 0
-        for segment in row:
-            stop = slot + len(segment)
-            position[i, slot:stop] = torch.arange(segment.start, segment.stop)
-            start[i, slot:stop] = segment.start
-            placed.append((segment, i, slot))
+        for s in row:
+            stop = slot + len(s)
+            position[i, slot:stop] = torch.arange(s.start, s.stop)
+            start[i, slot:stop] = s.start
+            segments.append(s)
+            columns.append((i, slot, stop - 1, s.start, s.clean, s.row, s.answer))
             slot = stop
-
-    def tensor(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, device=device)
-
-    return PackedSegments(
-        view=PackedView(
-            row=tensor([row[0].row for row in rows]),
-            position=position.to(device),
-            start=start.to(device),
-            past=int(start.max()),
-        ),
-        segments=[segment for segment, _, _ in placed],
-        packed_row=tensor([i for _, i, _ in placed]),
-        first=tensor([slot for _, _, slot in placed]),
-        last=tensor([slot + len(segment) - 1 for segment, _, slot in placed]),
-        token=tensor([segment.start for segment, _, _ in placed]),
-        clean=tensor([segment.clean for segment, _, _ in placed]),
-        row=tensor([segment.row for segment, _, _ in placed]),
-        answer=tensor([segment.answer for segment, _, _ in placed]),
+    view = PackedView(
+        row=torch.tensor([row[0].row for row in rows], device=device),
+        position=position.to(device),
+        start=start.to(device),
+        past=int(start.max()),
     )
+    return PackedSegments(view, segments, *torch.tensor(columns, device=device).T.contiguous())

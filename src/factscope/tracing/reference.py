@@ -6,9 +6,7 @@ full model. Tests check that the engine gives the same numbers; benchmarks measu
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
 
 from factscope.lm.forward import forward
@@ -22,36 +20,18 @@ Hook = tuple[nn.Module, Callable[[Tensor], Tensor | None]]
 
 
 class ReferenceTrace:
-    """One prompt as a batch: row 0 is clean, the others are corrupted samples."""
+    """The trace of one fact. Its prompt is a batch: row 0 is clean, the others are corrupted."""
 
-    def __init__(
-        self,
-        lm: LM,
-        ids: tuple[int, ...],
-        corrupt: tuple[int, int],
-        noise: Callable[[], Float64[np.ndarray, "sample token width"]],
-        settings: Tracing,
-    ) -> None:
-        self.lm, self.corrupt, self.noise, self.settings = lm, corrupt, noise, settings
-        self.ids = torch.tensor([ids] * (1 + settings.corruption.samples), device=lm.device)
-        self.length = len(ids)
+    def __init__(self, lm: LM, answer: CleanAnswer, settings: Tracing, scale: NoiseScale) -> None:
+        self.lm, self.fact, self.settings, self.scale = lm, answer.fact, settings, scale
+        rows = 1 + settings.corruption.samples
+        self.ids = torch.tensor([answer.prompt.ids] * rows, device=lm.device)
+        self.length = len(answer.prompt)
+        self.corrupt = settings.corruption.token_range(answer.subject, self.length)
         clean = self._probabilities([])[0]
         self.answer = int(clean.argmax())
         self.clean = clean[self.answer].item()
         self.corrupted = self._score([])
-
-    @classmethod
-    def of(
-        cls, lm: LM, answer: CleanAnswer, settings: Tracing, scale: NoiseScale
-    ) -> "ReferenceTrace":
-        """The reference for the trace of a fact."""
-        start, stop = settings.corruption.token_range(answer.subject, len(answer.prompt))
-        width = lm.embed.weight.shape[1]
-
-        def noise() -> Float64[np.ndarray, "sample token width"]:
-            return sample_noise(settings.corruption, scale, answer.fact, stop - start, width)
-
-        return cls(lm, answer.prompt.ids, (start, stop), noise, settings)
 
     def restored(self, kind: str, token: int, layer: int) -> float:
         """P*[o] with one state, or one window of contributions, restored from the clean run."""
@@ -85,10 +65,9 @@ class ReferenceTrace:
         return [(self.lm.contribution(kind, i), put_clean) for i in range(start, stop)]
 
     def _corrupt_embeddings(self, out: Tensor) -> Tensor:
-        start, stop = self.corrupt
-        out[1:, start:stop] = corrupt_embeddings(
-            out[1:, start:stop], self.noise(), self.settings.corruption.replace
-        )
+        corruption, (start, stop) = self.settings.corruption, self.corrupt
+        noise = sample_noise(corruption, self.scale, self.fact, stop - start, out.shape[-1])
+        out[1:, start:stop] = corrupt_embeddings(out[1:, start:stop], noise, corruption.replace)
         return out
 
     @torch.no_grad()

@@ -5,9 +5,11 @@
 3. Corrupted run with restoration: as 2, but one state (or one window of MLP or attention outputs)
    is set to its value in the clean run. How far P[o] recovers is that cell's indirect effect.
 
-`trace` traces one fact, `trace_many` many facts in batches.
+`trace` traces one fact, `trace_many` many facts in batches. `find_known` finds the facts that a
+model knows, which the paper traces.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from factscope.facts import Fact
+from factscope.errors import BadFact
+from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.accel import release_memory
 from factscope.lm.forward import ActivationCache, forward, token_probability
+from factscope.lm.generate import generate_greedy
 from factscope.lm.memory import Budget, is_out_of_memory
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, decode_continuation, encode_fact, first_token
@@ -44,14 +48,10 @@ class CleanAnswer:
 
     fact: Fact
     prompt: Prompt
-    subject: tuple[int, int]
-    """The subject's tokens, as [start, stop)."""
-    answer_id: int
-    """o, the most likely next token."""
-    probability: float
-    """P[o]."""
-    known: bool
-    """Whether the answer is the fact's target."""
+    subject: tuple[int, int]  # the subject's tokens, as [start, stop)
+    answer_id: int  # o, the most likely next token
+    probability: float  # P[o]
+    known: bool  # whether the answer is the fact's target
 
     @property
     def restorable(self) -> int:
@@ -66,29 +66,28 @@ def clean_answers(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[Clea
     ids = _padded_ids(lm, [prompt for prompt, _ in encoded])
     ends = torch.tensor([len(prompt) - 1 for prompt, _ in encoded])
     states = lm.model.base_model(ids, use_cache=False).last_hidden_state
-    last = states[torch.arange(len(ids)), ends]
-    best = lm.head(last).float().softmax(-1).max(-1)
-    answers = []
-    for fact, (prompt, subject), token, p in zip(
-        facts, encoded, best.indices.tolist(), best.values.tolist(), strict=True
-    ):
+    best = lm.head(states[torch.arange(len(ids)), ends]).float().softmax(-1).max(-1)
+
+    def known(fact: Fact, prompt: Prompt, token: int) -> bool:
         if fact.target is None:
-            known = True
-        elif settings.known == "whole_word":
-            known = lm.tokenizer.decode([token]).strip() == fact.target.strip()
-        else:
-            known = token == first_token(lm, prompt, fact.text, fact.target)
-        answers.append(
-            CleanAnswer(
-                fact=fact,
-                prompt=prompt,
-                subject=subject,
-                answer_id=token,
-                probability=p,
-                known=known,
-            )
+            return True
+        if settings.known == "whole_word":
+            return lm.tokenizer.decode([token]).strip() == fact.target.strip()
+        return token == first_token(lm, prompt, fact.text, fact.target)
+
+    return [
+        CleanAnswer(
+            fact=fact,
+            prompt=prompt,
+            subject=subject,
+            answer_id=token,
+            probability=p,
+            known=known(fact, prompt, token),
         )
-    return answers
+        for fact, (prompt, subject), token, p in zip(
+            facts, encoded, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]
 
 
 def _padded_ids(lm: LM, prompts: Sequence[Prompt]) -> Int[Tensor, "row token"]:
@@ -186,47 +185,30 @@ class TraceBatch:
         """What each table restores, by its field in the record and its key there."""
         layers, settings = range(self.lm.n_layers), self.settings
         single = [(layer, layer + 1) for layer in layers]
-        windows = [settings.window_around(layer, len(layers)) for layer in layers]
-        restored = {
-            ("restored", kind): Restoration(
-                kind=kind, windows=single if kind == "states" else windows
-            )
+        wide = [settings.window_around(layer, len(layers)) for layer in layers]
+        tables = {
+            ("restored", kind): Restoration(kind=kind, windows=wide if kind != "states" else single)
             for kind in settings.kinds
         }
-        severed = {
-            ("severed", module): Restoration(
-                kind="states",
-                windows=single,
-                sever=module,
-                freeze_all=settings.freeze_at == "all",
-            )
-            for module in settings.sever
-        }
-        return restored | severed
+        severed = Restoration(kind="states", windows=single, freeze_all=settings.freeze_at == "all")
+        for module in settings.sever:
+            tables["severed", module] = replace(severed, sever=module)
+        return tables
 
-    def restored_tokens(self, answer: CleanAnswer, restoration: Restoration) -> list[int]:
-        """The tokens that a table restores: from the subject on, or its last token only."""
+    def tokens(self, answer: CleanAnswer, restoration: Restoration) -> tuple[list[int], list[int]]:
+        """The tokens left of the subject, where both runs agree, so that their cells equal the
+        baseline; and the tokens that a table restores."""
+        start, stop = answer.subject
         if restoration.sever and self.settings.sever_tokens == "last_subject":
-            return [answer.subject[1] - 1]
-        return list(range(answer.subject[0], len(answer.prompt)))
-
-    def baseline_tokens(self, answer: CleanAnswer, restoration: Restoration) -> list[int]:
-        """Tokens left of the subject: both runs agree there, so their cells equal the baseline."""
-        if restoration.sever and self.settings.sever_tokens == "last_subject":
-            return []
-        return list(range(answer.subject[0]))
+            return [], [stop - 1]
+        return list(range(start)), list(range(start, len(answer.prompt)))
 
     def segments(self, fact: int, samples: Iterable[int], tokens: Sequence[int]) -> list[Segment]:
         """One segment for each sample and restored token of a fact."""
         answer, first = self.answers[fact], self._first_row(fact)
+        stop, token_id = len(answer.prompt), answer.answer_id
         return [
-            Segment(
-                clean=fact,
-                row=first + sample,
-                start=token,
-                stop=len(answer.prompt),
-                answer=answer.answer_id,
-            )
+            Segment(clean=fact, row=first + sample, start=token, stop=stop, answer=token_id)
             for sample in samples
             for token in tokens
         ]
@@ -238,13 +220,13 @@ class TraceBatch:
         baseline: Float[Tensor, " fact"],
     ) -> list[CellTable]:
         """A table per fact: each cell's mean probability over the samples."""
-        tokens = [self.restored_tokens(answer, restoration) for answer in self.answers]
-        parts = cells.split([self.samples * len(restored) for restored in tokens])
+        tokens = [self.tokens(answer, restoration) for answer in self.answers]
+        parts = cells.split([self.samples * len(restored) for _, restored in tokens])
         tables = []
-        for answer, restored, part, p in zip(self.answers, tokens, parts, baseline, strict=True):
-            table = torch.full((len(answer.prompt), self.lm.n_layers), torch.nan)
-            table[self.baseline_tokens(answer, restoration)] = p
-            table[restored] = part.view(self.samples, len(restored), -1).mean(0)
+        for i, (left, restored) in enumerate(tokens):
+            table = torch.full((len(self.answers[i].prompt), self.lm.n_layers), torch.nan)
+            table[left] = baseline[i]
+            table[restored] = parts[i].view(self.samples, len(restored), -1).mean(0)
             tables.append(as_cell_table(table.tolist()))
         return tables
 
@@ -266,26 +248,24 @@ def trace_batch(
     batch = TraceBatch(lm=lm, answers=answers, settings=settings, scale=scale)
     try:
         records, baseline = batch.corrupted_records()
-        restorations = batch.restorations()
-        tables: dict[tuple[str, str], list[CellTable]] = {}
-        for i, (name, restoration) in enumerate(restorations.items()):
-            segments = [
-                segment
-                for j, answer in enumerate(answers)
-                for segment in batch.segments(
-                    j, range(batch.samples), batch.restored_tokens(answer, restoration)
-                )
-            ]
+        restorations, samples = batch.restorations(), range(batch.samples)
+        tables: dict[str, dict[str, list[CellTable]]]
+        tables = {"restored": {}, "severed": {}, "gradients": {}}
+        for i, ((field, key), restoration) in enumerate(restorations.items()):
+            tokens = [batch.tokens(answer, restoration)[1] for answer in answers]
+            segments = [s for j, t in enumerate(tokens) for s in batch.segments(j, samples, t)]
             part = nested.within(i / len(restorations), 1 / len(restorations))
             cells = restore(lm, batch.run, segments, restoration, budget.batch_sizes(lm), part)
-            tables[name] = batch.tables(cells, restoration, baseline)
+            tables[field][key] = batch.tables(cells, restoration, baseline)
+        for kind in settings.kinds if settings.gradients else ():
+            path = settings.gradient_path
+            norms = [
+                integrated_gradients(lm, a.prompt.ids, a.answer_id, kind, path=path)
+                for a in answers
+            ]
+            tables["gradients"][kind] = [as_cell_table(table.tolist()) for table in norms]
         return [
-            replace(
-                record,
-                restored={kind: tables["restored", kind][i] for kind in settings.kinds},
-                severed={module: tables["severed", module][i] for module in settings.sever},
-                gradients=_gradients(lm, answers[i], settings) if settings.gradients else {},
-            )
+            replace(record, **{f: {key: t[i] for key, t in x.items()} for f, x in tables.items()})
             for i, record in enumerate(records)
         ]
     except RuntimeError as error:
@@ -299,19 +279,8 @@ def trace_batch(
     for i in range(0, len(answers), half):
         part_answers = answers[i : i + half]
         part = nested.within(i / len(answers), len(part_answers) / len(answers))
-        records += trace_batch(lm, part_answers, settings, scale, budget.half(), part)
+        records += trace_batch(lm, part_answers, settings, scale, Budget(budget.bytes // 2), part)
     return records
-
-
-def _gradients(lm: LM, answer: CleanAnswer, settings: Tracing) -> dict[str, CellTable]:
-    """The norm of the integrated gradient of each kind, at every token and layer."""
-    norms = {
-        kind: integrated_gradients(
-            lm, answer.prompt.ids, answer.answer_id, kind, path=settings.gradient_path
-        )
-        for kind in settings.kinds
-    }
-    return {kind: as_cell_table(table.tolist()) for kind, table in norms.items()}
 
 
 # ---- one fact, many facts
@@ -390,3 +359,41 @@ def batches_by_length(
         batch.append(answer)
     if batch:
         yield batch
+
+
+# ---- known facts
+
+
+def find_known(
+    lm: LM,
+    facts: Sequence[Fact],
+    *,
+    max_new_tokens: int = 10,
+    batch_size: int = 64,
+    progress: Progress = no_progress,
+) -> Iterator[tuple[Fact, str]]:
+    """The facts that a model knows (App. B.1), each with the text that the model generates.
+
+    The model continues a prompt greedily. If its text names the right object before any other
+    capitalised word, the fact is known, and the prompt to trace is everything up to the object.
+    """
+    for start in range(0, len(facts), batch_size):
+        batch = facts[start : start + batch_size]
+        texts = generate_greedy(lm, [fact.text for fact in batch], max_new_tokens)
+        for fact, text in zip(batch, texts, strict=True):
+            if fact.target is None:
+                raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
+            before = text_before_target(fact.target, text)
+            if before is not None and SUBJECT_SLOT not in before:
+                yield replace(fact, prompt=(fact.prompt + before).rstrip()), text
+        progress(len(batch) / len(facts))
+
+
+def text_before_target(target: str, text: str) -> str | None:
+    """The text before the target; None if it is missing or a capitalised word precedes it."""
+    match = re.search(rf"(?<!\w){re.escape(target.strip())}(?!\w)", text)
+    if match is None:
+        return None
+    before = text[: match.start()]
+    initials = re.findall(r"(?<!\w)[^\W\d_]", before)
+    return None if any(letter.isupper() for letter in initials) else before
