@@ -9,25 +9,29 @@ model with random weights:
 
     trace      one fact of 12 tokens, 10 samples, all three kinds
     edit       one ROME edit after others of its shape: 21 contexts, 20 steps, checks included
+    lengths    the same for facts of various lengths, ten after ten others (median of one round)
     edits      32 ROME edits in one batch
     evaluate   8 CounterFact cases, texts of 100 tokens included
     mend       one MEND edit after others
 """
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from edit import learned, prepared
+import torch
+
+from edit import LATER, learned, of_all_lengths, prepared
 from evaluate import cases_of
 from factscope.editing.settings import Mend
 from factscope.evaluation.protocols import Evaluation
 from factscope.evaluation.settings import ScoringOptions
 from factscope.lm.accel import attention, decode, graphs, linear, matmul, run, search
-from factscope.lm.accel.buckets import LengthBuckets
+from factscope.lm.accel.graphs import LengthBuckets
 from factscope.lm.memory import Budget
 from factscope.tracing.corruption import NoiseScale
 from factscope.tracing.settings import Corruption, Tracing
@@ -60,7 +64,7 @@ PARTS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(search, "_uses_cache", lambda objective: False), (run, "model_cache", lambda lm: None)],
         ("edit",),
     ),
-    "length buckets": ([(LengthBuckets, "of", lambda lm, facts: LengthBuckets())], ("edit",)),
+    "length buckets": ([(LengthBuckets, "of", lambda lm, facts: LengthBuckets())], ("lengths",)),
     "static decoding": ([(decode, "on_gpu", lambda lm: False)], ("evaluate",)),
     "decode attention": ([(decode, "has_kernels", lambda device: False)], ("evaluate",)),
     "transposed head": ([("factscope.lm.model", "logits_of", lambda head, x: head(x))],
@@ -81,8 +85,10 @@ def without(part: str | None) -> Iterator[None]:
         yield
 
 
-def workloads(args: argparse.Namespace, dtype: str) -> tuple[Any, dict[str, Callable[[], object]]]:
-    """The model, and what is timed on it."""
+def workloads(
+    args: argparse.Namespace, dtype: str, clock: Clock
+) -> tuple[Any, dict[str, Callable[[], float]]]:
+    """The model, and workloads that return how long they took."""
     lm, rome, facts = prepared(argparse.Namespace(**{**vars(args), "facts": 32}), dtype)
     settings = Tracing(corruption=Corruption(samples=10))
     [answer] = random_prompts(lm, [(12, SUBJECT)])
@@ -95,20 +101,32 @@ def workloads(args: argparse.Namespace, dtype: str) -> tuple[Any, dict[str, Call
     def trace() -> object:
         return trace_batch(lm, [answer], settings, NoiseScale(sigma=0.02), Budget.of(lm, None))
 
+    def median(function: Callable[[], object], warm_up: int = 3) -> float:
+        for _ in range(warm_up):  # the third edit of a shape is the first that replays every pass
+            function()
+        return statistics.median(clock(function) for _ in range(args.repeat))
+
+    def lengths() -> float:
+        edits = [lambda fact=fact: rome.attempt(lm, [fact]) for fact in of_all_lengths(facts[0])]
+        return statistics.median([clock(edit) for edit in edits][LATER:])
+
     return lm, {
-        "trace": trace,
-        "edit": lambda: rome.attempt(lm, facts[:1]),
-        "edits": lambda: rome.attempt(lm, facts),
-        "evaluate": lambda: evaluation.single(cases, evaluation.score_unedited(cases)),
-        "mend": lambda: mend.attempt(lm, facts[:1]),
+        "trace": lambda: median(trace),
+        "edit": lambda: median(lambda: rome.attempt(lm, facts[:1])),
+        "lengths": lengths,
+        "edits": lambda: median(lambda: rome.attempt(lm, facts), warm_up=1),
+        "evaluate": lambda: median(
+            lambda: evaluation.single(cases, evaluation.score_unedited(cases)), warm_up=1
+        ),
+        "mend": lambda: median(lambda: mend.attempt(lm, facts[:1])),
     }
 
 
-def median(name: str, function: Callable[[], object], clock: Clock, repeat: int) -> float:
-    # The third edit of a shape is the first that replays every captured pass.
-    for _ in range(1 if name in ("edits", "evaluate") else 3):
-        function()
-    return statistics.median(clock(function) for _ in range(repeat))
+def empty_cache(lm: Any) -> None:
+    """Drop fast layers and captured graphs, and give their memory back."""
+    lm.cache.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -124,14 +142,16 @@ def main() -> None:
     clock = Clock(cuda=args.device.startswith("cuda"))
     print("| dtype | part | workload | on, s | off, s | gain |\n|---|---|---|---|---|---|")
     for dtype in args.dtype:
-        lm, work = workloads(args, dtype)
-        on = {name: median(name, function, clock, args.repeat) for name, function in work.items()}
+        lm, work = workloads(args, dtype, clock)
+        on: dict[str, float] = {}
         for part in args.parts:
             for name in PARTS[part][1]:
-                lm.cache.clear()
+                if name not in on:
+                    empty_cache(lm)
+                    on[name] = work[name]()
+                empty_cache(lm)
                 with without(part):
-                    off = median(name, work[name], clock, args.repeat)
-                lm.cache.clear()
+                    off = work[name]()
                 gain = off / on[name] - 1
                 print(
                     f"| {dtype} | {part} | {name} | {on[name]:.4f} | {off:.4f} | {gain:+.0%} |",

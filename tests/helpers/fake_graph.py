@@ -7,8 +7,7 @@ import pytest
 from torch import Tensor
 
 from factscope.lm.accel import graphs, search
-from factscope.lm.accel.buckets import LengthBuckets
-from factscope.lm.accel.graphs import CudaGraph
+from factscope.lm.accel.graphs import CudaGraph, LengthBuckets
 
 
 class FakeGraph(CudaGraph):

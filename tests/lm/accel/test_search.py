@@ -14,8 +14,7 @@ from factscope.editing.settings import Rome
 from factscope.editing.value_search import ValueObjective, prepare_search
 from factscope.facts import Fact
 from factscope.lm.accel import linear, model_cache, run, search
-from factscope.lm.accel.buckets import LengthBuckets
-from factscope.lm.accel.graphs import CACHE
+from factscope.lm.accel.graphs import CACHE, LengthBuckets
 from factscope.lm.accel.model_cache import ModelCache
 from factscope.lm.accel.search import _key, _Steps
 from factscope.lm.hooks import hook_outputs

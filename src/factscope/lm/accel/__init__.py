@@ -7,9 +7,8 @@ Methods call `accelerated`, `accelerated_search` or `static_decode`; the rest is
     linear.py        fast linear layers for a model's blocks
     attention.py     attention for rows of a few tokens
     kernels.py       the triton kernels behind both
-    graphs.py        CUDA graphs of repeated passes
+    graphs.py        CUDA graphs of repeated passes; length buckets
     model_cache.py   fast layers and captured steps cached on a model
-    buckets.py       lengths rounded up, so that few shapes occur
     run.py           `accelerated`: the entry point, with the one fallback on overflow
     search.py        `accelerated_search`: steps of the value search
     decode.py        `static_decode`: generation with a static KV cache
@@ -17,9 +16,8 @@ Methods call `accelerated`, `accelerated_search` or `static_decode`; the rest is
 bench/ablate.py switches off each part in turn and prints what it saves.
 """
 
-from factscope.lm.accel.buckets import LengthBuckets
 from factscope.lm.accel.device import best_device, free_memory, on_gpu, release_memory
-from factscope.lm.accel.graphs import can_capture, captured
+from factscope.lm.accel.graphs import LengthBuckets, can_capture, captured
 from factscope.lm.accel.linear import fast_blocks, logits_of
 from factscope.lm.accel.matmul import add_product_
 from factscope.lm.accel.run import MIN_BATCH, accelerated

@@ -3,10 +3,12 @@
 A pass over a few rows is launch-bound: launching its hundreds of small operations one by one takes
 longer than computing them. A captured graph launches them all at once. `captured` captures passes
 through a model that are repeated, such as the one over the text that every edit is checked with.
+`LengthBuckets` rounds lengths up, so that few shapes occur.
 """
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from factscope.lm.accel.device import on_gpu
 from factscope.lm.hooks import has_hooks
 
 if TYPE_CHECKING:
@@ -161,7 +164,7 @@ class _Pass:
 def can_capture(lm: "LM") -> bool:
     """Whether passes of this model can be captured: all of it is on one GPU."""
     devices = getattr(lm.model, "hf_device_map", None) or {}
-    return lm.device.type == "cuda" and len(set(map(str, devices.values()))) <= 1
+    return on_gpu(lm) and len(set(map(str, devices.values()))) <= 1
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...] | None:
@@ -252,3 +255,60 @@ def tensors_in(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, list | tuple):
         for part in result:
             yield from tensors_in(part)
+
+
+# ---- length buckets
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """The number that each length is rounded up to a multiple of; 1 adds no padding.
+
+    A captured graph serves every fact of its shape. With some padding at the end of each axis a few
+    shapes cover most facts; padding is masked or has weight 0.
+    """
+
+    slots: int = 1
+    """Tokens from the edited one on: all of them are computed at every step."""
+    past: int = 1
+    """Tokens before it, which are only attended to."""
+    tokens: int = 1
+    """Tokens of a row, all of which are computed once."""
+    labels: int = 1
+    """Target tokens of one row."""
+    targets: int = 1
+    """Target tokens of all rows; their number grows with the target's length, so this doubles."""
+
+    @classmethod
+    def of(cls, lm: "LM", facts: int) -> "LengthBuckets":
+        """Padding for a single fact on a GPU, where graphs are captured; otherwise none."""
+        single = facts == 1 and on_gpu(lm)
+        return cls(slots=4, past=16, tokens=8, labels=4, targets=32) if single else cls()
+
+    def for_slots(self, count: int) -> int:
+        """The padded number of slots."""
+        return _round_up(count, self.slots)
+
+    def for_past(self, count: int, limit: int | None) -> int:
+        """The padded length of the past, at most the model's context."""
+        return _round_up(count, self.past, limit)
+
+    def for_tokens(self, count: int, limit: int | None) -> int:
+        """The padded length of a row, at most the model's context."""
+        return _round_up(count, self.tokens, limit)
+
+    def for_labels(self, count: int) -> int:
+        """The padded number of target tokens of one row."""
+        return _round_up(count, self.labels)
+
+    def for_targets(self, count: int) -> int:
+        """The padded number of target tokens: a power of two times `targets`."""
+        if self.targets == 1:
+            return count
+        return self.targets * 2 ** math.ceil(math.log2(max(1.0, count / self.targets)))
+
+
+def _round_up(count: int, multiple: int, limit: int | None = None) -> int:
+    """The next multiple, but not beyond the limit."""
+    rounded = math.ceil(count / multiple) * multiple
+    return rounded if limit is None else max(count, min(rounded, limit))

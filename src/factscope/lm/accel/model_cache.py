@@ -3,8 +3,8 @@
 Facts are often edited one after another, each on the model that the last one changed. Their value
 searches run the same operations on other numbers, so the graph captured for one fact serves the
 next, as long as the layers above the edited one are unchanged. A few shapes are enough for most
-facts (see `buckets`). A graph reads the copies of the weights that its fast layers made, so these
-are cached with it; passes before and after the search use them too.
+facts (see `LengthBuckets`). A graph reads the copies of the weights that its fast layers made, so
+these are cached with it; passes before and after the search use them too.
 """
 
 from collections.abc import Iterable, Iterator
