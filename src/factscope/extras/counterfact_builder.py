@@ -95,15 +95,16 @@ def usable_relations(
             problems.append(f"{name}: {broken} rows that are not [subject, object]")
         pairs, templates = tuple(dict.fromkeys(valid)), _templates(patterns.get(name, []))
         objects = {target for _, target in pairs}
-        if len(templates) > 1 and len(objects) > 1:
+        if len(templates) < 2:
+            problem = (
+                f"{len(templates)} usable patterns; a prompt and its paraphrases need two "
+                "that have [X] once and end in [Y]"
+            )
+        elif len(objects) < 2:
+            problem = f"{len(objects)} objects; a counterfactual needs two"
+        else:
             usable.append(Relation(name, pairs, templates))
             continue
-        problem = (
-            f"{len(objects)} objects; a counterfactual needs two"
-            if len(templates) > 1
-            else f"{len(templates)} usable patterns; a prompt and its paraphrases need two "
-            "that have [X] once and end in [Y]"
-        )
         problems.append(f"{name} skipped, with {len(pairs)} facts: {problem}")
     if not usable:
         raise BadFact(f"no usable relation: {'; '.join(problems[:3])}")
