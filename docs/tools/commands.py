@@ -85,7 +85,7 @@ def rows(settings: Iterable[Setting]) -> str:
 def row(s: Setting) -> str:
     """One line of a table."""
     default = s.text(s.default)
-    hidden = s.required or s.switch or default == "none"
+    hidden = s.switch or default == "none"
     shown = "required" if s.required else "" if hidden else f"`{default}`"
     help = re.sub(r"\bNone\b", "none", s.help)
     choices = f" Choices: {', '.join(f'`{word}`' for word in s.choices)}." if s.choices else ""
@@ -97,7 +97,7 @@ def flags(s: Setting) -> str:
     if s.flag.positional:
         return f"`{argument(s)}`"
     if s.switch:
-        return f"`--{'no-' if s.default else ''}{s.name}`"
+        return f"`--{s.name}`" + (f", `--no-{s.name}`" if s.default else "")
     short = f", `-{s.flag.short}`" if s.flag.short else ""
     return f"`--{s.name} {metavar(s)}`{short}"
 

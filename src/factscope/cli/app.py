@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from cyclopts import App, CycloptsError
@@ -17,8 +17,8 @@ from factscope.errors import BadInput, FactscopeError, OutOfMemory
 class Group(dict[str, Command]):
     """Commands with a common first word; without a second word the default one runs."""
 
-    def __init__(self, help: str, commands: Mapping[str, Command], default: str = "") -> None:
-        super().__init__(commands)
+    def __init__(self, help: str, *commands: Command, default: str = "") -> None:
+        super().__init__({command.name: command for command in commands})
         self.help = help
         self.default = default
 
@@ -28,11 +28,7 @@ COMMANDS: dict[str, Command | Group] = {
     "trace": trace.trace,
     "edit": Group(
         "Write facts into a model.",
-        {
-            "write": edit.write, "show": edit.show, "apply": edit.apply, "export": edit.export,
-            "merge": edit.merge,
-        },
-        default="write",
+        edit.write, edit.show, edit.apply, edit.export, edit.merge, default="write",
     ),
     "generate": edit.generate,
     "evaluate": evaluate.evaluate,
@@ -40,8 +36,7 @@ COMMANDS: dict[str, Command | Group] = {
     "train": train.train,
     "stats": Group(
         "Second moments of the keys of a layer.",
-        {"collect": stats.collect, "merge": stats.merge, "show": stats.show},
-        default="collect",
+        stats.collect, stats.merge, stats.show, default="collect",
     ),
     "report": report.report,
     "recipe": recipe.recipe,
@@ -49,16 +44,9 @@ COMMANDS: dict[str, Command | Group] = {
     "models": data.models,
     "data": Group(
         "Data sets and files of facts.",
-        {
-            "list": data.list_data, "get": data.get, "show": data.show,
-            "find-known": data.find_known, "build-counterfact": data.build_counterfact,
-            "composition": data.composition,
-        },
+        data.list_, data.get, data.show, data.find_known, data.build_counterfact, data.composition,
     ),
-    "study": Group(
-        "Human evaluation: a blind form, and its results.",
-        {"build": study.build, "report": study.report},
-    ),
+    "study": Group("Human evaluation: a blind form, and its results.", study.build, study.report),
 }  # fmt: skip
 HELP = "Find where a language model stores a fact, edit it, and measure what changed."
 INTERRUPTED = 130

@@ -3,8 +3,8 @@
 import gzip
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,11 +23,12 @@ from factscope.cli.output import (
     working,
 )
 from factscope.errors import BadFact, BadSetting
+from factscope.facts import Case
+from factscope.io import cache_folder, write_atomic
 from factscope.settings import Flag
 
 if TYPE_CHECKING:
-    from factscope.extras.counterfact_builder import FindSubjects, Tables
-    from factscope.facts import Case
+    from factscope.extras.counterfact_builder import FindSubjects
 
 # ---- models
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 @Command
 def models(options: Options) -> None:
     """List the short names, the supported model families and the converted models."""
-    from factscope.io import cache_folder
     from factscope.lm.families import FAMILIES
     from factscope.lm.sources import DEFAULT_MODEL, SHORT_NAMES, cached_models, is_converted
 
@@ -47,36 +47,31 @@ def models(options: Options) -> None:
         for name, model in sorted(SHORT_NAMES.items())
     ]  # fmt: skip
     converted = [
-        {"name": folder.name, "path": str(folder), "bytes": size}
+        {"name": folder.name, "path": folder, "bytes": size}
         for folder, size in cached_models().items()
     ]
-    families, cache = sorted(FAMILIES), str(cache_folder())
+    families, cache = sorted(FAMILIES), cache_folder()
     if options.json:
         print_json({"default": DEFAULT_MODEL, "short_names": short, "families": families,
                     "cache": cache, "converted": converted})  # fmt: skip
         return
     rows = [
-        (row["name"], row["what"], _megabytes(row["download_bytes"]), row["licence"],
-         "yes" if row["cached"] else "no")
-        for row in short
-    ]  # fmt: skip
+        (name, what, f"{size / 1e6:,.0f} MB", licence, "yes" if cached else "no")
+        for name, what, size, licence, cached in (row.values() for row in short)
+    ]
     print_table(("short name", "model", "download", "licence", "cached"), rows)
     say(f"families: {', '.join(families)}")
     say("also: a folder with safetensors, a .gguf file, a hub id")
     say(f"cache: {cache}")
     for row in converted:
-        say(f"  {row['name']}  {_megabytes(row['bytes'])}")
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
+        say(f"  {row['name']}  {row['bytes'] / 1e6:,.0f} MB")
 
 
 # ---- data sets
 
 
 @Command
-def list_data(options: Options) -> None:
+def list_(options: Options) -> None:
     """List the data sets, their records, and where they are."""
     from factscope.data.registry import DATA_SETS, count_records, find_local
 
@@ -88,7 +83,7 @@ def list_data(options: Options) -> None:
                 "name": name,
                 "what": data.what,
                 "from": local.origin if local else "to fetch" if data.sha256 else "by hand",
-                "path": str(local.path) if local else None,
+                "path": local.path if local else None,
                 "records": count_records(local.path) if local else None,
                 "download_bytes": data.size,
                 "url": data.url,
@@ -96,14 +91,11 @@ def list_data(options: Options) -> None:
     if options.json:
         print_json({"data_sets": rows})
         return
-    cells = [
-        (
-            row["name"], row["what"], "" if row["records"] is None else f"{row['records']:,}",
-            row["from"] + (f" ({row['download_bytes'] / 1e6:,.1f} MB)"
-                           if row["from"] == "to fetch" else ""),
-        )
-        for row in rows
-    ]  # fmt: skip
+    cells = []
+    for row in rows:
+        size = f" ({row['download_bytes'] / 1e6:,.1f} MB)" if row["from"] == "to fetch" else ""
+        records = "" if row["records"] is None else f"{row['records']:,}"
+        cells.append((row["name"], row["what"], records, row["from"] + size))
     print_table(("name", "what", "records", "from"), cells)
     for row in rows:
         if row["path"]:
@@ -128,10 +120,7 @@ def get(options: GetOptions) -> None:
 
     with working(f"downloading {options.name}") as done:
         path = find_data(options.name, sha256=options.sha256, progress=done)
-    if options.json:
-        print_json({"name": options.name, "path": str(path)})
-    else:
-        say(str(path))
+    options.print_result({"name": options.name, "path": path}, str(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +159,7 @@ def show(options: ShowOptions) -> None:
         _print_case(case)
 
 
-def _print_case(case: "Case") -> None:
+def _print_case(case: Case) -> None:
     fact = case.fact
     old = "" if case.true is None else f" (was {case.true})"
     neighbour_answers = case.neighbour_answers or [case.true or ""] * len(case.neighbours)
@@ -216,8 +205,7 @@ class KnownOptions(Options):
 def find_known(options: KnownOptions) -> None:
     """Find facts that a model knows: greedy decoding names the object before any other name."""
     from factscope.data.readers import pararel_facts, read_facts
-    from factscope.io import write_atomic
-    from factscope.tracing.trace import find_known as find_known_facts
+    from factscope.tracing.trace import find_known
 
     if options.patterns is None:
         file = read_facts(options.facts)
@@ -230,7 +218,7 @@ def find_known(options: KnownOptions) -> None:
     lm = options.model.load()
     with working("predicting", len(facts)) as done:
         tokens = options.max_new_tokens
-        known = list(find_known_facts(lm, facts, max_new_tokens=tokens, progress=done))
+        known = list(find_known(lm, facts, max_new_tokens=tokens, progress=done))
     lines = [
         {
             "known_id": i, "subject": fact.subject, "attribute": fact.target, "prompt": fact.text,
@@ -240,11 +228,11 @@ def find_known(options: KnownOptions) -> None:
     ]  # fmt: skip
     out = options.out
     write_atomic(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    if options.json:
-        print_json({"asked": len(facts), "known": len(known), "file": str(out)})
-        return
-    say(f"{len(known)} of {len(facts)} facts are known to {options.model.model}: {out}")
-    say(f"Next: factscope trace --facts {out} --out RUN")
+    options.print_result(
+        {"asked": len(facts), "known": len(known), "file": out},
+        f"{len(known)} of {len(facts)} facts are known to {options.model.model}: {out}",
+        f"Next: factscope trace --facts {out} --out RUN",
+    )
 
 
 # ---- building CounterFact
@@ -287,7 +275,9 @@ def build_counterfact(options: BuildOptions) -> None:
         raise BadSetting("--references needs --text, the articles to take them from")
     table = read_relation_table(options.facts)
     patterns = read_relation_table(options.patterns)
-    selected = _relations(options.relations, table)
+    selected = [name.strip() for name in (options.relations or "").split(",") if name.strip()]
+    if [name.lower() for name in selected] == ["counterfact"]:
+        selected = [name for name in builder.COUNTERFACT if name in table]
     relations, problems = builder.usable_relations(table, patterns, selected)
     for problem in problems:
         note(problem)
@@ -306,8 +296,9 @@ def build_counterfact(options: BuildOptions) -> None:
         records = list(islice(all_records, limit))
     if not records:
         raise BadFact("no record can be built; each needs an object that is false of its subject")
-    summary: dict[str, Any] = {"file": str(options.out), "problems": problems}
-    summary["without_counterfactual"] = no_counterfactual
+    summary: dict[str, Any] = {
+        "file": options.out, "problems": problems, "without_counterfactual": no_counterfactual,
+    }  # fmt: skip
     if options.references is not None:
         by_entity = builder.articles_by_entity(texts)
         references = builder.build_references(records, relations, by_entity, find)
@@ -316,33 +307,19 @@ def build_counterfact(options: BuildOptions) -> None:
         covered = sum(
             r["target_new"]["str"] in references.get(r["relation_id"], {}) for r in rewrites
         )
-        summary |= {"references": str(options.references), "covered": covered}
+        summary |= {"references": options.references, "covered": covered}
     _write(options.out, records)
-    _print_composition(options.out, summary, options.json)
-
-
-def _relations(names: str | None, table: "Tables") -> list[str]:
-    """The chosen relations; empty for all."""
-    from factscope.extras.counterfact_builder import COUNTERFACT
-
-    if names is None:
-        return []
-    if names.strip().lower() == "counterfact":
-        return [name for name in COUNTERFACT if name in table]
-    return [name.strip() for name in names.split(",") if name.strip()]
+    _print_composition(summary, options)
 
 
 def _find_in_wikidata() -> "FindSubjects":
     """Subjects from Wikidata, each object requested once; from the table if it has none."""
-    from functools import cache
-
     from factscope.extras.counterfact_builder import (
         Relation,
         SubjectsWithObject,
         subjects_in_table,
     )
     from factscope.extras.wikidata import subjects_in_wikidata
-    from factscope.io import cache_folder
 
     request, folder = cache(subjects_in_wikidata), cache_folder() / "wikidata"
 
@@ -355,8 +332,6 @@ def _find_in_wikidata() -> "FindSubjects":
 
 def _write(path: Path, value: Any) -> None:
     """The value as JSON, compressed for .gz; the same bytes for the same value."""
-    from factscope.io import write_atomic
-
     data = json.dumps(value, ensure_ascii=False, indent=1).encode()
     write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
@@ -372,18 +347,18 @@ class CompositionOptions(Options):
 @Command
 def composition(options: CompositionOptions) -> None:
     """Count what a file of cases consists of, as in the paper's Table 2."""
-    _print_composition(options.file, {"file": str(options.file)}, options.json)
+    _print_composition({"file": options.file}, options)
 
 
-def _print_composition(file: Path, summary: dict[str, Any], json: bool) -> None:
+def _print_composition(summary: dict[str, Any], options: Options) -> None:
     """The composition of a file, read back from it."""
     from factscope.data.readers import read_cases
     from factscope.extras.counterfact_builder import composition
 
-    read = read_cases(file)
+    read = read_cases(summary["file"])
     skipped(read.problems)
-    items: Sequence[Any] = composition(read.cases)
-    if json:
+    items = composition(read.cases)
+    if options.json:
         print_json(summary | {"composition": [asdict(item) for item in items]})
         return
     rows = [
@@ -394,4 +369,4 @@ def _print_composition(file: Path, summary: dict[str, Any], json: bool) -> None:
     if "references" in summary:
         covered = f"{summary['covered']} of {len(read.cases)} records have reference texts"
         say(f"{covered}: {summary['references']}")
-    say(str(file))
+    say(str(summary["file"]))

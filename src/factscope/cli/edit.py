@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
+from rich.text import Text
 
 from factscope.cli.flags import Command, FactSource, ModelOptions, Options
 from factscope.cli.output import (
@@ -24,14 +25,14 @@ from factscope.cli.output import (
 from factscope.cli.stats import with_statistics
 from factscope.editing.settings import EDITORS, Rome, editor
 from factscope.errors import BadFact, BadSetting, PromptTooLong
+from factscope.facts import Case
+from factscope.records import EditRecord, Generation
 from factscope.settings import Flag, settings_of
 
 if TYPE_CHECKING:
     from factscope.editing.edit import Edit
     from factscope.editing.editor import Editor
-    from factscope.facts import Case
     from factscope.lm.model import LM
-    from factscope.records import EditRecord
 
     Method = str
 else:
@@ -135,11 +136,10 @@ class WriteOptions(MethodOptions):
         if any((*of_one_fact, judging.paraphrase, judging.neighbour)):
             raise BadSetting("--facts FILE has prompts, subjects and objects; leave those out")
 
-    def cases(self) -> "list[Case]":
+    def cases(self) -> list[Case]:
         """The facts to write."""
         from factscope.data.readers import read_cases
         from factscope.data.registry import find_data
-        from factscope.facts import Case
 
         source, judging = self.source, self.judging
         if source.facts is not None:
@@ -164,7 +164,7 @@ def write(options: WriteOptions) -> None:
     The word "write" can be left out.
     """
     from factscope.evaluation.before_after import before_after_each
-    from factscope.report import terminal
+    from factscope.report.terminal import facts_table
 
     options.check()
     cases, editor = options.cases(), options.checked_editor()
@@ -180,14 +180,21 @@ def write(options: WriteOptions) -> None:
     page, figure = options.page, options.figure
     drawn = draw_edit(records[0], page, figure) if page or figure else []
     warn(records)
+    if options.json and one:
+        print_json(records[0].to_json())
+        return
     if options.json:
-        print_json(records[0].to_json() if one else _edits_values(records, out, known))
+        values = [asdict(record) for record in records]
+        shared = ("model", "method", "changed_weights", "checks", "settings")
+        own = [{name: x[name] for name in ("fact", "true", "prompts")} for x in values]
+        print_json({"kind": "edits", **{name: values[0][name] for name in shared}, "file": out,
+                    "left_out": known, "facts": own})  # fmt: skip
         return
     if one:
         print_edit(records[0])
     else:
         say(f"{edit.method} on {edit.model}: {len(records)} facts\n", style="bold")
-        results.print(terminal.facts_table(records))
+        results.print(facts_table(records))
         _print_changes(records[0])
     if out is None:
         say("Not saved; -o FILE.edit saves it.")
@@ -198,7 +205,7 @@ def write(options: WriteOptions) -> None:
         say("Drawn: " + ", ".join(map(str, drawn)))
 
 
-def _unpredicted(lm: "LM", cases: "list[Case]") -> "tuple[list[Case], list[str]]":
+def _unpredicted(lm: "LM", cases: list[Case]) -> tuple[list[Case], list[str]]:
     """The cases whose new object the model does not predict yet, and messages about the others."""
     from factscope.evaluation.before_after import already_predicted
 
@@ -217,9 +224,7 @@ def _unpredicted(lm: "LM", cases: "list[Case]") -> "tuple[list[Case], list[str]]
     return [case for case, is_predicted in pairs if not is_predicted], known
 
 
-def make_edit(
-    lm: "LM", editor: "Editor", cases: "Sequence[Case]", *, force: bool = False
-) -> "Edit":
+def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool = False) -> "Edit":
     """The edit that writes all the cases; refused if it fails the checks, unless forced."""
     facts = [case.request for case in cases]
     editor = with_statistics(lm, editor, facts)
@@ -249,22 +254,7 @@ def _complain(complaints: Sequence[str]) -> None:
         note(f"check failed: {complaint}", style="bold red")
 
 
-def _edits_values(
-    records: "Sequence[EditRecord]", out: Path | None, known: list[str]
-) -> dict[str, Any]:
-    """An edit of many facts as JSON values."""
-    values = [asdict(record) for record in records]
-    shared = ("model", "method", "changed_weights", "checks", "settings")
-    return {
-        "kind": "edits",
-        **{name: values[0][name] for name in values[0] if name in shared},
-        "file": None if out is None else str(out),
-        "left_out": known,
-        "facts": [{name: x[name] for name in ("fact", "true", "prompts")} for x in values],
-    }
-
-
-def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> list[Path]:
+def draw_edit(record: EditRecord, page: Path | None, figure: Path | None) -> list[Path]:
     """Write the page and the figure; the neurons of KN get a figure of their own."""
     from factscope.io import write_atomic
     from factscope.report.edits import edit_page
@@ -285,7 +275,7 @@ def draw_edit(record: "EditRecord", page: Path | None, figure: Path | None) -> l
     return [path for path in (page, figure, neurons) if path is not None]
 
 
-def print_edit(record: "EditRecord") -> None:
+def print_edit(record: EditRecord) -> None:
     """Before and after, generated text side by side, the checks and the changed weights."""
     from factscope.report import terminal
 
@@ -298,7 +288,7 @@ def print_edit(record: "EditRecord") -> None:
     _print_changes(record)
 
 
-def _print_changes(record: "EditRecord") -> None:
+def _print_changes(record: EditRecord) -> None:
     from factscope.report import terminal
 
     results.print()
@@ -315,7 +305,7 @@ ADVICE = {
 """Method → settings to try if an edit fails; other methods have a layer and steps."""
 
 
-def warn(records: "Sequence[EditRecord]") -> None:
+def warn(records: Sequence[EditRecord]) -> None:
     """Print a note for each fact whose old object is still more likely."""
     for record in records:
         own, advice = record.own, ADVICE.get(record.method, "another --layer, more --steps")
@@ -381,7 +371,7 @@ def show(options: ShowOptions) -> None:
     if options.json:
         print_json([
             {
-                "file": str(file), "bytes": file.stat().st_size, "method": edit.method,
+                "file": file, "bytes": file.stat().st_size, "method": edit.method,
                 "model": edit.model, "fingerprint": edit.fingerprint,
                 "facts": [asdict(fact) for fact in edit.facts],
                 "changed_weights": [asdict(weight) for weight in changed_weights(edit)],
@@ -453,7 +443,7 @@ def _scores(
     scores = iter(score_queries(lm, queries, [*edits, total]))
     return [
         {
-            "file": str(files[number]), "text": fact.text, "target": fact.target,
+            "file": files[number], "text": fact.text, "target": fact.target,
             **{name: math.exp(-next(scores).nll) for name in ("before", "alone", "together")},
         }
         for number, fact in facts
@@ -494,7 +484,7 @@ def export(options: ExportOptions) -> None:
         with doing("writing the adapter"):
             export_peft(total, lm, peft, rank=options.max_rank, force=force)
         options.print_result(
-            {"kind": "peft", "path": str(peft), "edits": len(edits)},
+            {"kind": "peft", "path": peft, "edits": len(edits)},
             f"{peft}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(peft)!r})",
         )
 
@@ -519,7 +509,7 @@ def merge(options: MergeOptions) -> None:
         return
     reduce(add, edits).save(out)
     options.print_result(
-        {"kind": "edit", "path": str(out), "edits": len(edits)},
+        {"kind": "edit", "path": out, "edits": len(edits)},
         f"{len(edits)} edits in one: {out}\nNext: factscope edit apply {out}",
     )
 
@@ -534,7 +524,7 @@ def _write_checkpoint(
     with doing("writing the model"):
         export_checkpoint(edits, lm, folder, force=options.force)
     options.print_result(
-        {"kind": "checkpoint", "path": str(folder), "edits": len(edits)},
+        {"kind": "checkpoint", "path": folder, "edits": len(edits)},
         f'{folder}\nNext: factscope generate "…" --model {folder}',
     )
 
@@ -566,9 +556,6 @@ class GenerateOptions(Options):
 @Command
 def generate(options: GenerateOptions) -> None:
     """Continue texts, with or without edits. No weights are written."""
-    from rich.text import Text
-
-    from factscope.records import Generation
     from factscope.report.terminal import generation_table
 
     if options.greedy and options.top_k is not None:
@@ -585,7 +572,7 @@ def generate(options: GenerateOptions) -> None:
             before = _continuations(lm, None, options)
             rows = [{**row, "unedited": x} for row, x in zip(rows, before, strict=True)]
     if options.json:
-        print_json({"model": lm.name, "edits": [str(file) for file in options.edit], "texts": rows})
+        print_json({"model": lm.name, "edits": options.edit, "texts": rows})
         return
     objects = [fact.target or "" for fact in total.facts] if total else []
     for row in rows:

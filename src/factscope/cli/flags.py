@@ -18,10 +18,10 @@ from cyclopts import Group, Parameter
 
 from factscope.cli.output import doing, note, print_json, say
 from factscope.errors import BadSetting
+from factscope.facts import Fact, occurrences
 from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
 
 if TYPE_CHECKING:
-    from factscope.facts import Fact
     from factscope.lm.model import LM
 
 # ---- options
@@ -95,10 +95,8 @@ class FactSource:
     limit: Annotated[int | None, Ge(1)] = None
     """Use only the first N facts."""
 
-    def fact(self, target: str | None) -> "Fact":
+    def fact(self, target: str | None) -> Fact:
         """The fact of the prompt; a note if the subject occurs twice."""
-        from factscope.facts import Fact, occurrences
-
         assert self.prompt is not None
         assert self.subject is not None
         fact = Fact.from_text(self.prompt, self.subject, self.occurrence, target=target)
@@ -116,6 +114,7 @@ class Command:
 
     def __init__(self, run: Callable[[Any], None]) -> None:
         self.run = run
+        self.name = run.__name__.rstrip("_").replace("_", "-")
         self.help = inspect.getdoc(run) or ""
         self.kind: type[Options] = inspect.get_annotations(run)["options"]
 

@@ -69,7 +69,7 @@ class Rate(progress.ProgressColumn):
 
 
 @contextmanager
-def _bar(what: str, total: float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
+def _bar(what: str, total: int | float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
     """A bar with the elapsed time and, if the length is known, the ETA."""
     columns = (
         progress.TextColumn("{task.description}", markup=False), *columns,

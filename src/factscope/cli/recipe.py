@@ -22,7 +22,7 @@ from factscope.cli.train import train
 from factscope.errors import BadInput, BadSetting
 from factscope.io import write_atomic
 from factscope.runs.folder import WEIGHTS
-from factscope.runs.recipe import Flags, Recipe, flag_words, read_recipe
+from factscope.runs.recipe import Flags, Recipe, Step, flag_words, read_recipe
 from factscope.settings import Flag
 
 COMMANDS = {
@@ -65,30 +65,11 @@ class RecipeOptions(Options):
     replacements: Replacements = Replacements()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A run or a report as a command with its flags."""
-
-    name: str
-    command: str
-    settings: Mapping[str, Any]
-
-    @property
-    def words(self) -> list[str]:
-        """The command line."""
-        known = COMMANDS[self.command].settings(self.settings)
-        positional = [name for name, setting in known.items() if setting.flag.positional]
-        return [self.command, *flag_words(self.settings, positional)]
-
-    def run(self, as_json: bool) -> Any:
-        """Run it in this process; with --json its result is returned."""
-        command = COMMANDS[self.command]
-        if not as_json:
-            command(self.settings)
-            return None
-        with redirect_stdout(io.StringIO()) as written:
-            command({**self.settings, "json": True})
-        return json.loads(written.getvalue())
+def _words(step: Step) -> list[str]:
+    """The command line of a run or report."""
+    known = COMMANDS[step.command].settings(step.settings)
+    positional = [name for name, setting in known.items() if setting.flag.positional]
+    return [step.command, *flag_words(step.settings, positional)]
 
 
 @Command
@@ -97,37 +78,48 @@ def recipe(options: RecipeOptions) -> None:
     changed = {name: x for name, x in vars(options.replacements).items() if x is not None}
     contents, out = read_recipe(options.file, known_flags(), changed), options.out
     plan, finished = _plan(contents, out), _finished(out)
-    for planned in plan:  # check all before the first runs; weights may not be trained yet
-        given = {name: value for name, value in planned.settings.items() if name != "weights"}
+    for step in plan:  # check all before the first runs; weights may not be trained yet
+        given = {name: value for name, value in step.settings.items() if name != "weights"}
         try:
-            COMMANDS[planned.command].options(given)
+            COMMANDS[step.command].options(given)
         except BadInput as error:
-            raise BadSetting(f"{options.file}, {planned.name}: {error}") from error
+            raise BadSetting(f"{options.file}, {step.name}: {error}") from error
     if options.dry_run:
-        steps = [(x.name, ["factscope", *x.words], finished.get(x.name) == x.words) for x in plan]
-        options.print_result(
-            {
-                "recipe": contents.title,
-                "steps": [{"name": n, "words": words, "finished": f} for n, words, f in steps],
-            },
-            contents.title,
-            *(shlex.join(words) + ("  # finished" if f else "") for _, words, f in steps),
-        )
+        steps = []
+        for step in plan:
+            words = _words(step)
+            is_finished = finished.get(step.name) == words
+            steps.append(
+                {"name": step.name, "words": ["factscope", *words], "finished": is_finished}
+            )
+        lines = [shlex.join(x["words"]) + ("  # finished" if x["finished"] else "") for x in steps]
+        options.print_result({"recipe": contents.title, "steps": steps}, contents.title, *lines)
         return
     results: dict[str, Any] = {}
-    for i, planned in enumerate(plan, 1):
-        words = planned.words
-        if finished.get(planned.name) == words:
-            note(f"{i}/{len(plan)} {planned.name}: finished")
+    for i, step in enumerate(plan, 1):
+        words = _words(step)
+        if finished.get(step.name) == words:
+            note(f"{i}/{len(plan)} {step.name}: finished")
             continue
         note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
-        results[planned.name] = planned.run(options.json)
-        if planned.command != "report":  # reports are written every time
-            finished[planned.name] = words
+        results[step.name] = _run(step, options.json)
+        if step.command != "report":  # reports are written every time
+            finished[step.name] = words
             text = json.dumps(finished, indent=2, ensure_ascii=False) + "\n"
             write_atomic(out / FINISHED, text)
     if options.json:
-        print_json({"recipe": contents.title, "out": str(out), "results": results})
+        print_json({"recipe": contents.title, "out": out, "results": results})
+
+
+def _run(step: Step, as_json: bool) -> Any:
+    """Run it in this process; with --json its result is returned."""
+    command = COMMANDS[step.command]
+    if not as_json:
+        command(step.settings)
+        return None
+    with redirect_stdout(io.StringIO()) as written:
+        command({**step.settings, "json": True})
+    return json.loads(written.getvalue())
 
 
 def known_flags() -> Flags:
@@ -140,7 +132,7 @@ def known_flags() -> Flags:
     return {name: partial(flags, command) for name, command in COMMANDS.items()}
 
 
-def _plan(contents: Recipe, out: Path) -> list[Planned]:
+def _plan(contents: Recipe, out: Path) -> list[Step]:
     """The commands of all runs and reports, in order."""
     trained = {step.name for step in contents.steps if step.command == "train"}
     plan = []
@@ -151,11 +143,11 @@ def _plan(contents: Recipe, out: Path) -> list[Planned]:
         if step.command != "stats":  # statistics go to the user's cache, where edits find them
             figure = step.command == "trace" and "facts" not in settings
             settings["out"] = str(out / (f"{step.name}.pdf" if figure else step.name))
-        plan.append(Planned(name=step.name, command=step.command, settings=settings))
+        plan.append(Step(name=step.name, command=step.command, settings=settings))
     for entry in contents.reports:
         runs = [str(out / name) for name in entry.runs]
         settings = {"runs": runs, **entry.settings, "out": str(out / entry.name)}
-        plan.append(Planned(name=f"report:{entry.name}", command="report", settings=settings))
+        plan.append(Step(name=f"report:{entry.name}", command="report", settings=settings))
     return plan
 
 

@@ -15,6 +15,9 @@ from factscope.cli.output import doing, note, print_json, say, working
 from factscope.cli.trace import draw_trace, print_trace
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting
+from factscope.facts import Case, Fact
+from factscope.io import write_atomic
+from factscope.records import write_records
 from factscope.serve.limits import ServerLimits
 from factscope.settings import INTERNAL, Flag
 from factscope.tracing.settings import Tracing
@@ -100,9 +103,6 @@ class DemoOptions(Options):
 def demo(options: DemoOptions) -> None:
     """Trace where the model stores the Eiffel Tower's city, move it to Rome, and draw both."""
     from factscope.evaluation.before_after import before_after
-    from factscope.facts import Case, Fact
-    from factscope.io import write_atomic
-    from factscope.records import write_records
     from factscope.report.edits import trace_and_edit_page
     from factscope.tracing.trace import trace
 
@@ -126,7 +126,7 @@ def demo(options: DemoOptions) -> None:
         out / "index.html", *figures, out / "trace.jsonl", out / "edit.json", out / "rome.edit",
     ]  # fmt: skip
     if options.json:
-        print_json({"files": [str(path) for path in files]})
+        print_json({"files": files})
         return
     print_trace(traced)
     say("")

@@ -4,16 +4,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from factscope.cli.flags import Command, FactSource, ModelOptions, Options
 from factscope.cli.output import check_suffix, print_json, results, say, skipped, working
 from factscope.errors import BadSetting
+from factscope.io import write_atomic
+from factscope.records import TraceRecord
 from factscope.settings import Flag
 from factscope.tracing.settings import PRESETS, Tracing
-
-if TYPE_CHECKING:
-    from factscope.records import TraceRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +98,13 @@ def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
     records = folder.trace_records()
     known = sum(record.known for record in records)
     options.print_result(
-        {"run": str(out), "facts": len(records), "known": known, "left_out": problems},
+        {"run": out, "facts": len(records), "known": known, "left_out": problems},
         f"{len(records)} facts, {known} known to {model.model}: {folder.records_path}",
         f"Next: factscope report {out}",
     )
 
 
-def print_trace(record: "TraceRecord") -> None:
+def print_trace(record: TraceRecord) -> None:
     """The answer, the probabilities, a small heat map and the strongest cells."""
     from factscope.report.terminal import strongest_cells, trace_heatmap
 
@@ -122,9 +121,8 @@ def print_trace(record: "TraceRecord") -> None:
         results.print(strongest_cells(record, kind, count=3))
 
 
-def draw_trace(record: "TraceRecord", out: Path) -> list[Path]:
+def draw_trace(record: TraceRecord, out: Path) -> list[Path]:
     """Write the figure, and a second one for severed modules; or the page."""
-    from factscope.io import write_atomic
     from factscope.report import figures
     from factscope.report.traces import trace_page
 

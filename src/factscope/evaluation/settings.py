@@ -19,7 +19,8 @@ class ScoringOptions:
     seed: int = 0
     """Seed of generated texts."""
     attributes: bool = True
-    """Also score prompts about subjects that already have the new object."""
+    """Also score prompts about subjects that already have the new object; --no-attributes leaves
+    them out."""
 
     def __post_init__(self) -> None:
         check(self)
