@@ -177,8 +177,8 @@ def same(edit: Edit, wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("site", ["key", "pre-activation"])
 def test_attributions_equal_the_reference(lm: LM, site: Any) -> None:
-    how = KN(steps=3, rule="ends", site=site)
-    found = attribute_neurons(lm, ROWS, steps=3, rule="ends", tolerance=None, site=site)
+    how = KN(steps=3, rule="ends", tolerance=None, site=site)
+    found = attribute_neurons(lm, ROWS, how)
     for i, readout in enumerate(READOUTS):
         scores, neurons = plain_scores(lm, readout, how)
         near = 1e-4 * scores.abs().max().item()
@@ -192,7 +192,7 @@ def test_attributions_equal_the_reference(lm: LM, site: Any) -> None:
 
 def test_attributions_sum_to_the_gain_in_probability(lm: LM) -> None:
     """Completeness of integrated gradients: within 2 % in each layer with a large gain."""
-    found = attribute_neurons(lm, ROWS)
+    found = attribute_neurons(lm, ROWS, KN())
     gains = found.gains.abs()
     allowed = 0.02 * gains.maximum(MIN_GAIN * gains.amax(1, keepdim=True)) + 1e-7
     assert ((found.scores.sum(-1) - found.gains).abs() <= allowed).all()
@@ -206,12 +206,12 @@ def test_segments_with_a_large_error_are_halved(monkeypatch: pytest.MonkeyPatch)
         return real(self, segments, *rule)
 
     monkeypatch.setattr(NeuronPaths, "integrate", counted)
-    finest = attribute_neurons(lm, ROWS, steps=60, tolerance=None).scores
+    finest = attribute_neurons(lm, ROWS, KN(steps=60, tolerance=None)).scores
     assert len(calls) == 1
-    rough = attribute_neurons(lm, ROWS, steps=2, tolerance=None).scores
+    rough = attribute_neurons(lm, ROWS, KN(steps=2, tolerance=None)).scores
     calls.clear()
     reported: list[float] = []
-    found = attribute_neurons(lm, ROWS, steps=2, tolerance=1e-3, progress=reported.append)
+    found = attribute_neurons(lm, ROWS, KN(steps=2, tolerance=1e-3), progress=reported.append)
     assert len(calls) > 2
     assert sum(reported) == pytest.approx(1)
     assert set(calls[1]) == {(0.0, 0.5), (0.5, 1.0)}
@@ -220,8 +220,8 @@ def test_segments_with_a_large_error_are_halved(monkeypatch: pytest.MonkeyPatch)
 
 def test_smaller_batches_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, sizes, reported, real = tiny("gpt2"), [], [], NeuronPaths.evaluate
-    whole = attribute_neurons(lm, ROWS, steps=3)
-    some = attribute_neurons(lm, ROWS, steps=3, points_per_pass=5)
+    whole = attribute_neurons(lm, ROWS, KN(steps=3))
+    some = attribute_neurons(lm, ROWS, KN(steps=3), points_per_pass=5)
     torch.testing.assert_close(some.scores, whole.scores, rtol=1e-4, atol=1e-7)
     limit = 9
 
@@ -232,13 +232,13 @@ def test_smaller_batches_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -
         return real(self, readout, layer, alpha)
 
     monkeypatch.setattr(NeuronPaths, "evaluate", scarce)
-    found = attribute_neurons(lm, ROWS, steps=3, points_per_pass=36, progress=reported.append)
+    found = attribute_neurons(lm, ROWS, KN(steps=3), points_per_pass=36, progress=reported.append)
     assert sizes[:3] == [36, 18, 9]
     assert sum(reported) == pytest.approx(1)
     torch.testing.assert_close(found.scores, whole.scores, rtol=1e-4, atol=1e-7)
     limit = 0
     with pytest.raises(OutOfMemory, match="no more"):
-        attribute_neurons(lm, ROWS, steps=3)
+        attribute_neurons(lm, ROWS, KN(steps=3))
 
 
 # ---- selection

@@ -1,7 +1,10 @@
 """Editor: a method with its settings. Called with a model and facts, it returns an Edit."""
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from factscope.errors import BadFact, FactscopeError
@@ -100,6 +103,14 @@ def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:
         if isinstance(result, FactscopeError):
             raise result
     return [result for result in results if not isinstance(result, FactscopeError)]
+
+
+def sum_edits(edits: "Sequence[Edit]", *results: str) -> "Edit":
+    """The sum of one editor's edits; joins these results in their settings, lists by fact."""
+    if len(edits) == 1:
+        return edits[0]
+    joined = {name: [x for edit in edits for x in edit.settings[name]] for name in results}
+    return replace(reduce(operator.add, edits), settings={**edits[0].settings, **joined})
 
 
 def map_valid(

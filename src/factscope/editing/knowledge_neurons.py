@@ -28,7 +28,6 @@ which each point enters at its own layer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,9 +43,9 @@ from factscope.editing.contexts import (
     target_ids,
     with_prefixes,
 )
-from factscope.editing.edit import Change, Edit, LowRank, add_changes
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
-from factscope.editing.settings import KN, NeuronSite, PathRule
+from factscope.editing.edit import Edit, LowRank
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error, sum_edits
+from factscope.editing.settings import KN, NeuronSite
 from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.forward import forward, token_probability
@@ -78,8 +77,7 @@ MAX_FACTS = 64
 # ---- attribution: adaptive quadrature over segments of paths
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NeuronAttributions:
+class NeuronAttributions(NamedTuple):
     """Each neuron's contribution to P[o]. A readout is a position with the token o."""
 
     scores: Float[Tensor, "readout layer neuron"]
@@ -107,22 +105,18 @@ class Segment(NamedTuple):
 def attribute_neurons(
     lm: "LM",
     rows: Sequence[TokenRow],
+    kn: KN,
     *,
-    steps: int = 4,
-    rule: PathRule = "radau",
-    tolerance: float | None = 0.02,
-    site: NeuronSite = "key",
     points_per_pass: int | None = None,
     progress: Progress = no_progress,
 ) -> NeuronAttributions:
     """IG of every neuron of every layer, for each position of the rows and its label.
 
-    A segment whose IG differ from its gain by more than `tolerance` (relative) is halved; None
-    never halves. `points_per_pass` is None for what fits into memory.
+    `points_per_pass` is None for what fits into memory.
     """
-    paths = NeuronPaths(lm, rows, site)
-    nodes, weights = quadrature(steps, rule)
-    size = max(1, math.ceil((points_per_pass or paths.max_points()) / steps))
+    paths = NeuronPaths(lm, rows, kn.site)
+    nodes, weights = quadrature(kn.steps, kn.rule)
+    size = max(1, math.ceil((points_per_pass or paths.max_points()) / kn.steps))
     nested = NestedProgress(progress)
 
     def solve(segments: Sequence[Segment], progress: Progress) -> list[tuple[Tensor, ...]]:
@@ -141,9 +135,9 @@ def attribute_neurons(
     gains = (end_p - start_p).view(readouts, layers)
     scores = ig.view(readouts, layers, -1).clone()
     neurons = neurons.view(readouts, layers, -1)
-    if tolerance is not None:
+    if kn.tolerance is not None:
         largest = gains.abs().amax(1, keepdim=True)
-        allowed = tolerance * gains.abs().maximum(MIN_GAIN * largest).flatten()
+        allowed = kn.tolerance * gains.abs().maximum(MIN_GAIN * largest).flatten()
         for depth in range(MAX_DEPTH):
             error = (ig.sum(-1) - (end_p - start_p)).abs()
             inaccurate = (error > allowed).nonzero()[:, 0].tolist()
@@ -167,7 +161,7 @@ def attribute_neurons(
 class NeuronPaths:
     """The readouts of token rows, and the clean run over them."""
 
-    def __init__(self, lm: "LM", rows: Sequence[TokenRow], site: NeuronSite = "key") -> None:
+    def __init__(self, lm: "LM", rows: Sequence[TokenRow], site: NeuronSite) -> None:
         self.lm, self.site = lm, site
         self.run = forward(lm, pad_rows(rows, lm.device))
         readouts = [
@@ -375,18 +369,6 @@ class Neuron:
     """Fraction of the contexts in which coarse selection selected it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FoundNeurons:
-    """The neurons selected for one fact."""
-
-    request: NeuronRequest
-    neurons: tuple[Neuron, ...]
-    coarse: list[float]
-    """By layer, how many neurons coarse selection selected in a context on average."""
-    gap: float
-    """Relative error of the attributions: they should sum to the layers' gains."""
-
-
 class BoundKN(BoundEditor):
     """Knowledge Neurons bound to a model, every default resolved."""
 
@@ -401,20 +383,15 @@ class BoundKN(BoundEditor):
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: the sum of their changes."""
-        found = raise_first_error(self.find_neurons(facts, progress))
-        return with_checks(self.lm, [self._edit(found)])[0]
+        edits = raise_first_error(self._edits(facts, progress))
+        total = sum_edits(edits, "answers", "neurons", "coarse", "gaps")
+        return with_checks(self.lm, [total])[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or its error."""
-        return map_valid(
-            self.find_neurons(facts, progress),
-            lambda found: with_checks(self.lm, [self._edit([one]) for one in found]),
-        )
+        return map_valid(self._edits(facts, progress), lambda edits: with_checks(self.lm, edits))
 
-    def find_neurons(
-        self, facts: Sequence[Fact], progress: Progress
-    ) -> list[FoundNeurons | FactscopeError]:
-        """Steps 1 to 3: the neurons of each fact, or its error."""
+    def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         requests: list[NeuronRequest | FactscopeError] = []
         for fact in facts:
             try:
@@ -422,11 +399,11 @@ class BoundKN(BoundEditor):
             except BadFact as error:
                 requests.append(error)
 
-        def find(valid: list[NeuronRequest]) -> list[FoundNeurons | FactscopeError]:
+        def solve(valid: list[NeuronRequest]) -> list[Edit | FactscopeError]:
             size = self.settings.facts_per_pass or self._facts_per_pass(valid)
-            return run_in_batches(valid, size, self._find_batch, progress)
+            return run_in_batches(valid, size, self._edit_batch, progress)
 
-        return map_valid(requests, find)
+        return map_valid(requests, solve)
 
     def _request(self, fact: Fact) -> NeuronRequest:
         prompt, _ = encode_fact(self.lm, fact)
@@ -465,27 +442,23 @@ class BoundKN(BoundEditor):
         # An eighth of the bound, for four tensors of that size.
         return max(1, min(MAX_FACTS, Budget.of(lm, None).bytes // 8 // (4 * scores)))
 
-    def _find_batch(
+    def _edit_batch(
         self, requests: Sequence[NeuronRequest], progress: Progress
-    ) -> list[FoundNeurons | FactscopeError]:
-        kn = self.settings
+    ) -> list[Edit | FactscopeError]:
         rows = [row for request in requests for row in request.rows]
-        attributions = attribute_neurons(
-            self.lm, rows, steps=kn.steps, rule=kn.rule, tolerance=kn.tolerance, site=kn.site,
-            progress=progress,
-        )  # fmt: skip
+        attributions = attribute_neurons(self.lm, rows, self.settings, progress=progress)
         sizes = [request.readouts for request in requests]
-        parts = zip(*(x.split(sizes) for x in vars(attributions).values()), strict=True)
-        return [self._select(r, *part) for r, part in zip(requests, parts, strict=True)]
+        parts = zip(*(x.split(sizes) for x in attributions), strict=True)
+        return [self._edit(r, *part) for r, part in zip(requests, parts, strict=True)]
 
-    def _select(
+    def _edit(
         self,
         request: NeuronRequest,
         scores: Float[Tensor, "readout layer neuron"],
         neurons: Float[Tensor, "readout layer neuron"],
         gains: Float[Tensor, "readout layer"],
-    ) -> FoundNeurons | FactscopeError:
-        """Steps 2 and 3 for one fact, given the fields of its `NeuronAttributions`."""
+    ) -> Edit | FactscopeError:
+        """Steps 2 to 4 for one fact, given the fields of its `NeuronAttributions`."""
         gap = (scores.sum(-1) - gains).abs().sum() / gains.abs().sum()
         # The answer has the same number of tokens in each context: average over them.
         contexts = len(request.rows)
@@ -505,54 +478,40 @@ class BoundKN(BoundEditor):
         selected, coarse = select_neurons(scores, kn.threshold, kn.context_fraction, kn.max_neurons)
         layer, number = selected.T
         means = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
-        return FoundNeurons(
-            request=request,
-            neurons=tuple(
-                Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
-                for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
-            ),
-            coarse=coarse.sum(-1).float().mean(0).tolist(),
-            gap=gap.item(),
-        )
-
-    def _edit(self, found: Sequence[FoundNeurons]) -> Edit:
-        """Step 4: one edit for all facts; its settings include the selected neurons."""
-        parts = [self._changes(one) for one in found]
-        names = dict.fromkeys(name for part in parts for name in part)
-        return self.settings.new_edit(
+        found = [
+            Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
+            for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
+        ]
+        return kn.new_edit(
             self.lm,
-            {
-                name: reduce(add_changes, [part[name] for part in parts if name in part])
-                for name in names
-            },
-            [one.request.fact for one in found],
+            self._changes(request, found),
+            [fact],
             prefixes=self.prefixes,
-            answers=[self.lm.tokenizer.decode(list(one.request.answer)) for one in found],
-            neurons=[[asdict(neuron) for neuron in one.neurons] for one in found],
-            coarse=[one.coarse for one in found],
-            gaps=[one.gap for one in found],
+            answers=[self.lm.tokenizer.decode(list(request.answer))],
+            neurons=[[asdict(neuron) for neuron in found]],
+            # By layer, how many neurons coarse selection selected in a context on average.
+            coarse=[coarse.sum(-1).float().mean(0).tolist()],
+            # Relative error of the attributions: they should sum to the layers' gains.
+            gaps=[gap.item()],
         )
 
-    def _changes(self, found: FoundNeurons) -> dict[str, Change]:
+    def _changes(self, request: NeuronRequest, neurons: Sequence[Neuron]) -> dict[str, LowRank]:
         """ΔW = (new_weight e(new) - old_weight e(old)) sᵀ of each layer with selected neurons; s
         has an entry for each of them."""
-        kn, request = self.settings, found.request
+        lm, kn = self.lm, self.settings
         old = request.answer if kn.old == "answer" else (request.predicted,)
         direction = kn.new_weight * self._embedding(request.target)
         direction = direction - kn.old_weight * self._embedding(old)
-        changes: dict[str, Change] = {}
-        for layer in sorted({neuron.layer for neuron in found.neurons}):
-            weight = self.lm.mlp_weight(layer)
-            s = torch.zeros(1, weight.shape[1])
-            for neuron in found.neurons:
-                if neuron.layer == layer:
-                    column = weight[:, neuron.neuron]
-                    size = column.float().norm().item() if kn.unit == "column" else 1.0
-                    # A negative neuron writes its column with the opposite sign.
-                    negative = kn.signed and neuron.activation < 0
-                    s[0, neuron.neuron] = -size if negative else size
-            name = self.lm.name_of(self.lm.mlp_out(layer)) + ".weight"
-            changes[name] = LowRank(direction[:, None].clone(), s)
+        changes: dict[str, LowRank] = {}
+        for neuron in sorted(neurons, key=lambda neuron: neuron.layer):
+            weight = lm.mlp_weight(neuron.layer)
+            name = lm.name_of(lm.mlp_out(neuron.layer)) + ".weight"
+            if name not in changes:
+                changes[name] = LowRank(direction[:, None].clone(), torch.zeros(1, weight.shape[1]))
+            size = weight[:, neuron.neuron].float().norm().item() if kn.unit == "column" else 1.0
+            # A negative neuron writes its column with the opposite sign.
+            negative = kn.signed and neuron.activation < 0
+            changes[name].A[0, neuron.neuron] = -size if negative else size
         return changes
 
     def _embedding(self, ids: Sequence[int]) -> Float[Tensor, " value"]:

@@ -211,13 +211,18 @@ class TrainRun:
         valid = [r for r in records if checkpoint.is_file() and r.step <= trainer.progress.step]
         if len(valid) < len(records):
             write_records(folder.records_path, valid)
-        saver = _Saver(self, trainer, folder.path)
+        next_save = time.monotonic() + self.save_every
 
         def evaluate() -> None:
+            nonlocal next_save
             record = trainer.evaluate()
             folder.append(record)
             on_evaluation(record)
-            saver.save_if_due()
+            start = time.monotonic()
+            if start >= next_save:
+                self._save(trainer, folder)
+                now = time.monotonic()
+                next_save = now + max(self.save_every, SAVE_PAUSE * (now - start))
 
         progress(self._fraction(trainer))
         try:
@@ -226,14 +231,13 @@ class TrainRun:
             while not self._finished(trainer):
                 before = self._fraction(trainer)
                 trainer.step()
-                last = self._finished(trainer)
-                if trainer.progress.step % self.training.eval_every == 0 or last:
+                if trainer.progress.step % self.training.eval_every == 0 or self._finished(trainer):
                     evaluate()
                 progress(self._fraction(trainer) - before)
         except DidNotConverge:
-            saver.save_weights()
+            self._save_weights(trainer, folder)
             raise
-        saver.save()
+        self._save(trainer, folder)
         return folder.path / WEIGHTS
 
     def _fraction(self, trainer: "Trainer") -> float:
@@ -245,29 +249,14 @@ class TrainRun:
     def _finished(self, trainer: "Trainer") -> bool:
         return self._fraction(trainer) >= 1 or trainer.stopped_early
 
-
-class _Saver:
-    """Writes the weights and the checkpoint at intervals (see `SAVE_PAUSE`)."""
-
-    def __init__(self, run: TrainRun, trainer: "Trainer", path: Path) -> None:
-        self.run, self.trainer, self.path = run, trainer, path
-        self.due = time.monotonic() + run.save_every
-
-    def save_if_due(self) -> None:
-        start = time.monotonic()
-        if start >= self.due:
-            self.save()
-            now = time.monotonic()
-            self.due = now + max(self.run.save_every, SAVE_PAUSE * (now - start))
-
-    def save(self) -> None:
+    def _save(self, trainer: "Trainer", folder: RunFolder) -> None:
         from factscope.editing.hypernet.train import write_checkpoint
 
-        self.save_weights()
-        write_checkpoint(self.trainer, self.path / CHECKPOINT)
+        self._save_weights(trainer, folder)
+        write_checkpoint(trainer, folder.path / CHECKPOINT)
 
-    def save_weights(self) -> None:
+    def _save_weights(self, trainer: "Trainer", folder: RunFolder) -> None:
         from factscope.editing.hypernet.model import pack_weights
 
-        source = {**self.run.source.spec(), "training": self.run.training.to_dict()}
-        write_atomic(self.path / WEIGHTS, pack_weights(self.trainer.weights(source)))
+        source = {**self.source.spec(), "training": self.training.to_dict()}
+        write_atomic(folder.path / WEIGHTS, pack_weights(trainer.weights(source)))

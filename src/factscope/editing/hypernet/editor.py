@@ -5,10 +5,8 @@ trained network; nothing is optimised. Facts are independent: the edit of severa
 of their edits.
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +22,7 @@ from factscope.editing.checks import (
 )
 from factscope.editing.contexts import EditRequest, TokenBatch, edit_requests
 from factscope.editing.edit import Edit, LowRank
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error, sum_edits
 from factscope.editing.hypernet.gradients import (
     FactorChange,
     SplitModel,
@@ -57,11 +55,7 @@ class BoundHypernet(BoundEditor):
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: the sum of their edits."""
         edits = raise_first_error(self._edits(facts, progress))
-        total = reduce(operator.add, edits)
-        if len(edits) > 1:
-            losses = [loss for edit in edits for loss in edit.settings["losses"]]
-            total = replace(total, settings={**edits[0].settings, "losses": losses})
-        return self._checked([total])[0]
+        return self._checked([sum_edits(edits, "losses")])[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or the error of a fact that cannot be edited."""
@@ -73,20 +67,14 @@ class BoundHypernet(BoundEditor):
 
     def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         size = self.settings.facts_per_pass or (64 if on_gpu(self.lm) else 8)
-
-        def solve(
-            requests: Sequence[EditRequest], progress: Progress
-        ) -> list[Edit | FactscopeError]:
-            edits = self._edit_batch(requests)
-            progress(1.0)
-            return edits
-
         return map_valid(
             edit_requests(self.lm, facts),
-            lambda requests: run_in_batches(requests, size, solve, progress),
+            lambda requests: run_in_batches(requests, size, self._edit_batch, progress),
         )
 
-    def _edit_batch(self, requests: Sequence[EditRequest]) -> list[Edit | FactscopeError]:
+    def _edit_batch(
+        self, requests: Sequence[EditRequest], progress: Progress
+    ) -> list[Edit | FactscopeError]:
         """An edit for each request, all in one pass."""
         lm, rows = self.lm, [request.rows[0] for request in requests]
         # The lengths of a single row are rounded up, for fewer shapes to capture.
@@ -97,14 +85,17 @@ class BoundHypernet(BoundEditor):
         with torch.no_grad():
             encoded = self.network.encode(lm.embed(batch.ids), batch.lengths)
         if batch.single and can_capture(lm):
-            return [self._edit_captured(requests[0], encoded, batch)]
-        entering, _ = self.split.below(batch.ids)
-        losses, changes = self._changes(batch, entering, encoded)
-        parts = zip(requests, _by_fact(changes), losses.tolist(), strict=True)
-        return [
-            self._to_edit(request, [change.to("cpu") for change in low_rank], loss)
-            for request, low_rank, loss in parts
-        ]
+            edits = [self._edit_captured(requests[0], encoded, batch)]
+        else:
+            entering, _ = self.split.below(batch.ids)
+            losses, changes = self._changes(batch, entering, encoded)
+            parts = zip(requests, _by_fact(changes), losses.tolist(), strict=True)
+            edits = [
+                self._to_edit(request, [change.to("cpu") for change in low_rank], loss)
+                for request, low_rank, loss in parts
+            ]
+        progress(1.0)
+        return edits
 
     def _changes(
         self, batch: TokenBatch, entering: Tensor, encoded: Tensor
