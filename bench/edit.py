@@ -48,7 +48,7 @@ SUBJECTS = "The E iff el Tower"
 """Five tokens, as GPT-2 has them."""
 LATER = 10
 """How many facts of various lengths are edited before the timed ones, and how many are timed."""
-LAYER = {"gpt2-xl": 17, "gpt-j-6b": 5, "gpt-neox-20b": 15}
+LAYER = {"gpt2": 5, "gpt2-xl": 17, "gpt-j-6b": 5, "gpt-neox-20b": 15}
 
 
 class Words:

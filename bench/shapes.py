@@ -14,6 +14,7 @@ from factscope.lm.tokens import Prompt
 from factscope.tracing.trace import CleanAnswer
 
 SHAPES = {
+    "gpt2": ("gpt2", {}),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
     "gpt-neox-20b": (

@@ -41,7 +41,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """Capture passes and pad lengths as on a GPU."""
     monkeypatch.setattr(graphs, "can_capture", lambda lm: True)
     monkeypatch.setattr(graphs, "CudaGraph", FakeGraph)
-    monkeypatch.setattr(graphs, "_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 40)
     monkeypatch.setattr(search, "CudaGraph", FakeGraph)
     padded = LengthBuckets(slots=4, past=16, tokens=8, labels=4, targets=32)
     monkeypatch.setattr(

@@ -90,7 +90,7 @@ def test_a_capture_that_differs_is_not_used(
         assert captured(lm, "a", counts, torch.zeros(2)).tolist() == [i + (i > 2)] * 2
     assert "not used" in caplog.text
     assert fake.replays == 0
-    monkeypatch.setattr(graphs, "_memory", lambda device: 0)  # nor one with too large results
+    monkeypatch.setattr(graphs, "total_memory", lambda device: 0)  # nor one with too large results
     for _ in range(4):
         captured(lm, "b", torch.clone, torch.zeros(2))
     assert fake.replays == 0

@@ -50,7 +50,9 @@ def static_decode(
     """
     if not (force or on_gpu(lm)) or length - position <= MIN_STEPS:
         return None
-    if any(window is not None and window < length for window in _attention_windows(lm)):
+    config = lm.model.config
+    windows = [getattr(config, name, None) for name in ("sliding_window", "window_size")]
+    if any(window is not None and window < length for window in windows):
         log.info("static decoding is off: the attention window is shorter than the texts")
         return None
     fast = lm.blocks if on_gpu(lm) else ()
@@ -64,12 +66,6 @@ def static_decode(
         if rest is not None:
             return rest
     return None
-
-
-def _attention_windows(lm: "LM") -> list[int | None]:
-    """The sizes of the attention windows in the config; None for no limit."""
-    config = lm.model.config
-    return [getattr(config, name, None) for name in ("sliding_window", "window_size")]
 
 
 def _decode_attention(cache: "_StaticCache") -> AbstractContextManager[None]:

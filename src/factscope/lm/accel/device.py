@@ -21,6 +21,11 @@ def on_gpu(where: "LM | torch.device") -> bool:
     return device.type == "cuda"
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes of a GPU that are free or cached by torch without being in use."""
     free = torch.cuda.mem_get_info(device)[0]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from factscope.lm.accel.device import on_gpu
+from factscope.lm.accel.device import on_gpu, total_memory
 from factscope.lm.hooks import has_hooks
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class _Pass:
         if self.graph is not None:
             return self.graph(*inputs)
         result = function(*inputs)
-        if self.calls == 2 and _size(result) <= MAX_MEMORY * _memory(inputs[0].device):
+        if self.calls == 2 and _size(result) <= MAX_MEMORY * total_memory(inputs[0].device):
             structure = _structure(result)
             graph = CudaGraph(lambda *inputs: _matching(structure, function(*inputs)))
             replayed = graph(*inputs)
@@ -190,10 +190,6 @@ def weights_in(module: nn.Module) -> Iterator[nn.Parameter]:
     """The weights of the module and of all below it; shared ones repeat."""
     for owner in modules_in(module):
         yield from (weight for weight in owner._parameters.values() if weight is not None)
-
-
-def _memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _structure(result: Any) -> Any:

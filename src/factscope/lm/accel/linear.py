@@ -130,7 +130,7 @@ def _fast_forward(module: Any, split: bool) -> Callable[[Tensor], Tensor] | None
     """A faster forward of one module; None if there is none."""
     kind = type(module).__name__
     if kind in UNFUSED_GELU:
-        return _gelu
+        return lambda x: nn.functional.gelu(x, approximate="tanh")
     if kind not in LINEAR or not _on_gpu(module.weight):
         return None
     weight = module.weight if kind == "Conv1D" else module.weight.T
@@ -145,7 +145,3 @@ def _fast_forward(module: Any, split: bool) -> Callable[[Tensor], Tensor] | None
 
 def _on_gpu(weight: Tensor) -> bool:
     return weight.is_cuda
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return nn.functional.gelu(x, approximate="tanh")

@@ -7,16 +7,16 @@ facts (see `LengthBuckets`). A graph reads the copies of the weights that its fa
 these are cached with it; passes before and after the search use them too.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from factscope.lm.accel.device import on_gpu, total_memory
 from factscope.lm.accel.graphs import CudaGraph, weights_in
-from factscope.lm.accel.linear import Forwards, fast_forwards, replaced
+from factscope.lm.accel.linear import Forwards, fast_forwards
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -34,8 +34,8 @@ MAX_GRAPHS = 16
 class ModelCache:
     """Fast layers of a model's blocks, and captured steps of its value searches."""
 
-    states: list["_WeightState"]
-    """State of the weights that the cache was built from: each block's, then norm and head."""
+    states: list[tuple[Any, ...]]
+    """What identifies the weights that the cache was built from (see `_weight_states`)."""
     pool: Any = None
     """Memory pool shared by the graphs; only one is replayed at a time."""
     forwards: dict[int, Forwards] = field(default_factory=dict)
@@ -60,14 +60,8 @@ class ModelCache:
         highest = max(changed, default=-1)
         self.graphs = {key: entry for key, entry in self.graphs.items() if entry[0] > highest}
 
-    @contextmanager
-    def fast(self, lm: "LM", blocks: Iterable[int]) -> Iterator[None]:
-        """Run these blocks (n_layers stands for the head) with cached fast layers while inside."""
-        with replaced(self.build(lm, blocks)):
-            yield
-
     def build(self, lm: "LM", blocks: Iterable[int]) -> Forwards:
-        """The fast layers of these blocks, built if missing."""
+        """The fast layers of these blocks (n_layers stands for the head), built if missing."""
         forwards: Forwards = {}
         for i in blocks:
             if i not in self.forwards:
@@ -93,17 +87,13 @@ class ModelCache:
             del self.graphs[next(iter(self.graphs))]
         self.graphs[key] = (lowest_block, tensors, graph)
 
-    def new_pool(self) -> None:
-        """Use a fresh memory pool: torch rejects one in which a capture failed."""
-        self.pool = torch.cuda.graph_pool_handle()
-
 
 def model_cache(lm: "LM", *, refresh: bool = True) -> ModelCache | None:
     """The model's cache; None on a CPU and for models too large for copies.
 
     `refresh` drops entries of changed weights; pass False only right after another refresh.
     """
-    if lm.device.type != "cuda":
+    if not on_gpu(lm):
         return None
     cache: ModelCache | None = lm.cache.get(KEY)
     if cache is not None and refresh:
@@ -118,24 +108,16 @@ def _is_small(lm: "LM") -> bool:
     weights = [weight for part in (*lm.blocks, head) for weight in part.parameters()]
     if any(weight.device != lm.device for weight in weights):
         return False
-    total = torch.cuda.get_device_properties(lm.device).total_memory
-    return sum(weight.numel() * weight.element_size() for weight in weights) <= MAX_FRACTION * total
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    return size <= MAX_FRACTION * total_memory(lm.device)
 
 
-@dataclass(frozen=True)
-class _WeightState:
-    """Identifies the values of weights by address, in-place version, norm and matmul precision.
+def _weight_states(lm: "LM") -> list[tuple[Any, ...]]:
+    """What identifies the values of each block's weights, then of the final norm and the head.
 
-    The version counts changes that autograd sees, the norm shows those made through `.data`.
+    Address, in-place version and norm of each weight, and the matmul precision. The version counts
+    changes that autograd sees, the norm shows those made through `.data`.
     """
-
-    addresses: tuple[tuple[int, int], ...]
-    norms: tuple[float, ...]
-    precision: str
-
-
-def _weight_states(lm: "LM") -> list[_WeightState]:
-    """The state of each block's weights, then of the final norm and the head."""
     heads = [*lm.norms, lm.model.get_output_embeddings()]
     parts = [list(weights_in(block)) for block in lm.blocks]
     parts.append([weight for module in heads for weight in weights_in(module)])
@@ -145,10 +127,6 @@ def _weight_states(lm: "LM") -> list[_WeightState]:
     norms = iter(torch.stack(norm_tensors).tolist())
     precision = torch.get_float32_matmul_precision()
     return [
-        _WeightState(
-            tuple((weight.data_ptr(), weight._version) for weight in part),
-            tuple(next(norms) for _ in part),
-            precision,
-        )
+        (precision, *((weight.data_ptr(), weight._version, next(norms)) for weight in part))
         for part in parts
     ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from factscope.lm.accel.attention import rounds_to_half, suffix_attention
 from factscope.lm.accel.graphs import CudaGraph
-from factscope.lm.accel.linear import fast_blocks, splits_float32
+from factscope.lm.accel.linear import fast_blocks, replaced, splits_float32
 from factscope.lm.accel.model_cache import ModelCache, model_cache
 from factscope.lm.hooks import has_hooks
 
@@ -162,7 +162,7 @@ class _Steps:
             self.stack.enter_context(fast_blocks(blocks, split=self.split))
         else:
             layers = range(lowest, lm.n_layers + splits_float32(lm.dtype))
-            self.stack.enter_context(self.cache.fast(lm, layers))
+            self.stack.enter_context(replaced(self.cache.build(lm, layers)))
         if objective.split_past:
             self.stack.enter_context(suffix_attention(objective.hidden.device))
 
@@ -170,8 +170,8 @@ class _Steps:
         """Cache a newly captured step for the next fact."""
         if self.cache is None or self.new is None:
             return
-        if self.new.failed:
-            self.cache.new_pool()
+        if self.new.failed:  # torch rejects a memory pool in which a capture failed
+            self.cache.pool = torch.cuda.graph_pool_handle()
         elif self.new.graph is not None and not has_hooks(objective.modules()):
             tensors = objective.tensors()
             self.cache.add(_key(objective), objective.lowest_block, tensors, self.new)
