@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from factscope.analysis.metrics import summarize
     from factscope.data.readers import read_cases
-    from factscope.editing.applied import applied_edits
-    from factscope.editing.edit import Edit
+    from factscope.editing.edit import Edit, applied_edits
     from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
     from factscope.editing.per_row import edited
     from factscope.editing.settings import KN, FineTune, Ke, Memit, Mend, Rome, editor
@@ -75,8 +74,7 @@ __all__ = [
 _MODULES = {
     "factscope.analysis.metrics": ("summarize",),
     "factscope.data.readers": ("read_cases",),
-    "factscope.editing.edit": ("Edit",),
-    "factscope.editing.applied": ("applied_edits",),
+    "factscope.editing.edit": ("Edit", "applied_edits"),
     "factscope.editing.settings": ("KN", "FineTune", "Ke", "Memit", "Mend", "Rome", "editor"),
     "factscope.editing.per_row": ("edited",),
     "factscope.errors": ("FactscopeError",),

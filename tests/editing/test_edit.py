@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factscope.editing.applied import applied_edits
-from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank, applied_edits
 from factscope.editing.per_row import edited
 from factscope.errors import BadEdit, UnsafeEdit
 from factscope.lm.model import LM

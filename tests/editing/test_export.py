@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import factscope
-from factscope.editing.applied import applied_edits
-from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank, applied_edits
 from factscope.editing.export import export_checkpoint, export_peft
 from factscope.errors import BadEdit, BadSetting, UnsafeEdit
 from factscope.lm.load import from_model

@@ -77,11 +77,10 @@ def reference_memit(bound: BoundMemit, facts: Sequence[Fact]) -> Edit:
     """z of every fact by whole forward passes, then layer by layer in the model's own weights."""
     lm, settings, layers = bound.lm, bound.settings, bound.layers
     requests = [edit_request(lm, fact, bound.prefixes, settings.token) for fact in facts]
-    at_edit_token = bound.search.kl_position == "edit-token"
     z: list[Tensor] = []
     losses: list[list[float]] = []
     for request in requests:
-        last_row = kl_row(lm, request.fact, settings.token, at_edit_token=at_edit_token)
+        last_row = kl_row(lm, request.fact, settings.token, bound.search.kl_position)
         rows = [*request.rows, last_row]
         _, h = key_and_state(lm, rows[0], layers[-1], layers[-1])
         delta, steps = search_delta(lm, rows, lm.blocks[layers[-1]], bound.search, h.norm())

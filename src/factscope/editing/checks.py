@@ -57,17 +57,12 @@ def measure_checks(
     """The checks of an edit, given the text's perplexity without and with it."""
     return EditChecks(
         division_factor=division_factor,
-        update_norm=update_norm(lm, edit),
+        update_norm=max(
+            change.norm() / (lm.model.get_parameter(name).float().norm().item() or math.inf)
+            for name, change in edit.changes.items()
+        ),
         perplexity_before=before,
         perplexity_after=after,
-    )
-
-
-def update_norm(lm: "LM", edit: Edit) -> float:
-    """The largest ‖ΔW‖ / ‖W‖ over the edit's weights."""
-    return max(
-        change.norm() / (lm.model.get_parameter(name).float().norm().item() or math.inf)
-        for name, change in edit.changes.items()
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from factscope.editing.settings import JOIN, EditToken, PrefixLengths, PrefixSettings
+from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
@@ -111,31 +111,20 @@ def context_row(lm: "LM", fact: Fact, target: Sequence[int], token: EditToken) -
         ids=(*prompt.ids, *target[:-1]),
         positions=tuple(range(end, end + len(target))),
         labels=tuple(target),
-        edit_position=edit_position(token, subject, end),
+        edit_position={
+            "subject-last": subject[1] - 1,
+            "subject-first": subject[0],
+            "after-subject": min(subject[1], end),
+            "last": end,
+        }[token],
     )
 
 
-def kl_row(lm: "LM", fact: Fact, token: EditToken, *, at_edit_token: bool) -> ContextRow:
+def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:
     """The prompt of the KL term, read at its end or, as in the paper's code, at the edit token."""
-    prompt, subject = encode_fact(lm, replace(fact, prompt=KL_PROMPT, target=None))
-    end = len(prompt) - 1
-    edited = edit_position(token, subject, end)
-    return ContextRow(
-        ids=prompt.ids,
-        positions=(edited if at_edit_token else end,),
-        labels=(),
-        edit_position=edited,
-    )
-
-
-def edit_position(token: EditToken, subject: tuple[int, int], end: int) -> int:
-    """The position of the edit token, given the subject's span and the prompt's last position."""
-    return {
-        "subject-last": subject[1] - 1,
-        "subject-first": subject[0],
-        "after-subject": min(subject[1], end),
-        "last": end,
-    }[token]
+    row = context_row(lm, replace(fact, prompt=KL_PROMPT, target=None), (), token)
+    end = len(row.ids) - 1
+    return replace(row, positions=(row.edit_position if position == "edit-token" else end,))
 
 
 def pad_rows(
@@ -236,27 +225,21 @@ TOP_K = 5
 """Prefixes are sampled from the five most likely tokens at each step."""
 
 
-def generate_prefixes(
-    lm: "LM", lengths: PrefixLengths, seed: int, *, bos_counts: bool = False
-) -> tuple[str, ...]:
-    """Texts that the model generates from an empty context, each ending in a separator."""
-    choose = top_k_choice(TOP_K, seed)
+def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:
+    """The given prefixes, or texts that the model generates from an empty context.
+
+    A generated prefix ends in a separator.
+    """
+    if settings.prefixes is not None:
+        return settings.prefixes
+    choose = top_k_choice(TOP_K, settings.seed)
     special = (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id)
     start = next((token for token in special if token is not None), 0)
     texts: list[str] = []
-    for tokens, count in lengths:
-        new = tokens - 1 if bos_counts else tokens
+    for tokens, count in settings.prefix_lengths:
+        new = tokens - 1 if settings.prefix_bos_counts else tokens
         rows = generate_ids(lm, [[start]] * count, new, choose, stop=False)
         texts += [lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
     # Braces would be taken for the subject's slot.
     no_braces = str.maketrans("", "", "{}")
     return tuple(text.replace("\n\n", " ").translate(no_braces) + JOIN for text in texts)
-
-
-def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:
-    """The given prefixes, or generated ones."""
-    if settings.prefixes is not None:
-        return settings.prefixes
-    return generate_prefixes(
-        lm, settings.prefix_lengths, settings.seed, bos_counts=settings.prefix_bos_counts
-    )

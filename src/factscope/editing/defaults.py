@@ -85,44 +85,38 @@ class MemitDefaults:
     """λ"""
     steps: int = 20
     clamp: float = 0.75
-    source: str
 
 
 MEMIT: dict[Shape, MemitDefaults] = {
-    ("gpt2", 48, 1600): MemitDefaults(
-        layers=(13, 14, 15, 16, 17), covariance_weight=20_000.0, source=MEMIT_FILES
-    ),
+    # MEMIT's hparams files
+    ("gpt2", 48, 1600): MemitDefaults(layers=(13, 14, 15, 16, 17), covariance_weight=20_000.0),
     ("gptj", 28, 4096): MemitDefaults(
-        layers=(3, 4, 5, 6, 7, 8), covariance_weight=15_000.0, steps=25, source=MEMIT_FILES
+        layers=(3, 4, 5, 6, 7, 8), covariance_weight=15_000.0, steps=25
     ),
-    ("llama", 30, 576): MemitDefaults(
-        layers=(4, 5, 6, 7, 8), covariance_weight=100.0, source=TRIALS
-    ),
+    # Trials on the default model (docs/results.md).
+    ("llama", 30, 576): MemitDefaults(layers=(4, 5, 6, 7, 8), covariance_weight=100.0),
 }
 
 
 def memit_defaults(lm: "LM") -> MemitDefaults:
     """The model's row, or the five layers up to ROME's."""
     last = rome_defaults(lm).layer
-    up_to_rome = MemitDefaults(
-        layers=tuple(range(max(0, last - 4), last + 1)),
-        covariance_weight=15_000.0,
-        source="the five layers up to ROME's, as in the published settings",
-    )
-    return MEMIT.get(_shape(lm), up_to_rome)
+    # As in the published settings.
+    up_to_rome = tuple(range(max(0, last - 4), last + 1))
+    by_depth = MemitDefaults(layers=up_to_rome, covariance_weight=15_000.0)
+    return MEMIT.get(_shape(lm), by_depth)
 
 
 # ---- fine-tuning
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FineTuneDefaults:
     """Layer and limit of a fine-tuning method in one model."""
 
     layer: int
     max_change: float | None
     """Largest change of an entry; None for no limit."""
-    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,51 +127,35 @@ class FineTuneByDepth:
     """The layer, as a fraction of the number of layers."""
     max_change_in_stds: float | None
     """Largest change of an entry, in standard deviations of the weight; None for no limit."""
-    source: str
 
-
-def _published(file: str, layer: int, max_change: float | None) -> FineTuneDefaults:
-    source = f"kmeng01/rome, hparams/FT/{file}.json"
-    return FineTuneDefaults(layer=layer, max_change=max_change, source=source)
-
-
-CHOSEN = "chosen on CounterFact cases other than those reported (docs/results.md)"
 
 FINETUNE: dict[Shape, dict[FineTuneMethod, FineTuneDefaults]] = {
-    ("gpt2", 24, 1024): {"ft-l": _published("gpt2-medium_constr", 0, 2e-3)},
-    ("gpt2", 36, 1280): {"ft-l": _published("gpt2-large_constr", 0, 1e-3)},
+    # kmeng01/rome, hparams/FT: gpt2-{medium,large,xl}_{constr,unconstr,attn}.json
+    ("gpt2", 24, 1024): {"ft-l": FineTuneDefaults(0, 2e-3)},
+    ("gpt2", 36, 1280): {"ft-l": FineTuneDefaults(0, 1e-3)},
     ("gpt2", 48, 1600): {
-        "ft": _published("gpt2-xl_unconstr", 1, None),
-        "ft-l": _published("gpt2-xl_constr", 0, 5e-4),
-        "attn": _published("gpt2-xl_attn", 33, 1e-3),
+        "ft": FineTuneDefaults(1, None),
+        "ft-l": FineTuneDefaults(0, 5e-4),
+        "attn": FineTuneDefaults(33, 1e-3),
     },
-    ("gptj", 28, 4096): {
-        "ft": _published("EleutherAI_gpt-j-6B_unconstr", 21, None),
-        "ft-l": _published("EleutherAI_gpt-j-6B_constr", 0, 5e-5),
-    },
+    # kmeng01/rome, hparams/FT: EleutherAI_gpt-j-6B_{unconstr,constr}.json
+    ("gptj", 28, 4096): {"ft": FineTuneDefaults(21, None), "ft-l": FineTuneDefaults(0, 5e-5)},
+    # Chosen on CounterFact cases other than those reported (docs/results.md).
     ("llama", 30, 576): {
-        "ft": FineTuneDefaults(layer=0, max_change=None, source=CHOSEN),
-        "ft-l": FineTuneDefaults(layer=0, max_change=5e-3, source=CHOSEN),
-        "attn": FineTuneDefaults(layer=15, max_change=1e-2, source=CHOSEN),
+        "ft": FineTuneDefaults(0, None),
+        "ft-l": FineTuneDefaults(0, 5e-3),
+        "attn": FineTuneDefaults(15, 1e-2),
     },
 }
-
-TRIAL = "by trial on SmolLM2-135M"
 
 FINETUNE_BY_DEPTH: dict[FineTuneMethod, FineTuneByDepth] = {
     # The published layers disagree (1 of 48 in GPT-2 XL, 21 of 28 in GPT-J). In SmolLM2-135M, early
     # layers generalise to paraphrases and spare neighbours; above two thirds, neighbours change.
-    "ft": FineTuneByDepth(depth=0.0, max_change_in_stds=None, source=f"layer 0 {TRIAL}"),
-    "ft-l": FineTuneByDepth(
-        depth=0.0,
-        max_change_in_stds=0.01,
-        source=f"layer 0 as in every published file; limit {TRIAL}",
-    ),
-    "attn": FineTuneByDepth(
-        depth=33 / 48,
-        max_change_in_stds=0.03,
-        source=f"the depth of the paper's layer, 33 of 48 in GPT-2 XL; limit {TRIAL}",
-    ),
+    "ft": FineTuneByDepth(depth=0.0, max_change_in_stds=None),
+    # Layer 0 as in every published file; limit by trial on SmolLM2-135M.
+    "ft-l": FineTuneByDepth(depth=0.0, max_change_in_stds=0.01),
+    # The depth of the paper's layer, 33 of 48 in GPT-2 XL; limit by trial on SmolLM2-135M.
+    "attn": FineTuneByDepth(depth=33 / 48, max_change_in_stds=0.03),
 }
 
 

@@ -9,20 +9,20 @@ applied and reverted, added and scaled, saved and loaded.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from factscope.editing.applied import apply_edit, revert_edit
 from factscope.errors import BadEdit, BadFact, UnsafeEdit
 from factscope.facts import Fact
 from factscope.io import write_atomic
@@ -216,11 +216,20 @@ class Edit:
             self.check_model(lm)
             if self.checks is not None:
                 self.checks.raise_if_unsafe()
-        apply_edit(lm, self)
+        _ = lm.fingerprint  # computed once; must be that of the unedited weights
+        edits = applied_edits(lm)
+        if any(other is self for other in edits):
+            raise BadEdit(
+                "the edit is applied already; revert it first, or scale it to apply it twice"
+            )
+        _set_edits(lm, [*edits, self], self.changes, must_change=True)
 
     def revert(self, lm: "LM") -> None:
         """Remove the edit from the weights, bit-for-bit; edits may be reverted in any order."""
-        revert_edit(lm, self)
+        edits = applied_edits(lm)
+        if not any(other is self for other in edits):
+            raise BadEdit("the edit is not applied to this model; apply it first")
+        _set_edits(lm, [other for other in edits if other is not self], self.changes)
 
     @contextmanager
     def applied(self, lm: "LM", *, force: bool = False) -> Iterator["LM"]:
@@ -276,10 +285,31 @@ class Edit:
 
         Settings are stored as JSON: tuples come back as lists.
         """
-        path, header = Path(path), _header(self)
+        try:
+            settings = json.dumps(dict(self.settings))
+        except (TypeError, ValueError) as error:
+            raise BadEdit(
+                f"the edit's settings are not plain values ({error}); give numbers, text, lists"
+            ) from error
+        header = {
+            "format": f"{FORMAT} {VERSION}",
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "method": self.method,
+            "facts": json.dumps([asdict(fact) for fact in self.facts]),
+            "settings": settings,
+        }
+        if self.checks is not None:
+            header["checks"] = json.dumps(self.checks.to_dict())
+        tensors: dict[str, Tensor] = {}
+        for name, change in self.changes.items():
+            for part, tensor in vars(change).items():  # B and A, or delta
+                tensor = tensor.detach().to("cpu", torch.float32)
+                # safetensors rejects tensors that share memory.
+                tensors[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
         try:
             # safetensors' save_file would create the file with mode 0600.
-            write_atomic(path, save(_tensors(self.changes), metadata=header))
+            write_atomic(Path(path), save(tensors, metadata=header))
         except (OSError, SafetensorError) as error:
             raise BadEdit(
                 f"the edit cannot be written to {path} ({error}); give another path"
@@ -288,12 +318,15 @@ class Edit:
     @classmethod
     def load(cls, path: str | Path) -> "Edit":
         """Read an edit from a file, to the CPU."""
-        path = Path(path)
         header, tensors = _read(path)
+        by_weight: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, part = key.rpartition("#")
+            by_weight.setdefault(name, {})[part] = tensor
         try:
             checks = header.get("health" if header["format"] == f"{FORMAT} 1" else "checks")
             return cls(
-                changes=_changes(tensors),
+                changes={name: _change(name, parts) for name, parts in by_weight.items()},
                 model=header["model"],
                 fingerprint=header["fingerprint"],
                 method=header["method"],
@@ -316,6 +349,107 @@ def _parts(edit: Edit) -> list[dict[str, Any]]:
     return [{**part, "scale": scale * part.get("scale", 1.0)} for part in parts]
 
 
+# ---- the edits applied to a model
+#
+# For each changed weight the original tensor is stored while any edit changes it. Applying or
+# reverting an edit recomputes its weights from the originals, with the remaining edits in order of
+# application: subtracting a delta again would leave rounding errors.
+
+
+@dataclass
+class _Applied:
+    edits: list[Edit] = field(default_factory=list)
+    originals: dict[str, Tensor] = field(default_factory=dict)
+    """Name of a changed weight → the weight before any edit."""
+
+
+_APPLIED: WeakKeyDictionary[nn.Module, _Applied] = WeakKeyDictionary()
+
+
+def applied_edits(lm: "LM") -> tuple[Edit, ...]:
+    """The edits applied to the model, oldest first."""
+    state = _APPLIED.get(lm.model)
+    return () if state is None else tuple(state.edits)
+
+
+@torch.no_grad()
+def _set_edits(
+    lm: "LM", edits: list[Edit], names: Iterable[str], *, must_change: bool = False
+) -> None:
+    """Recompute the named weights for the given edits: all of them or, on an error, none."""
+    state = _APPLIED.setdefault(lm.model, _Applied())
+    weights = {name: weight_of(lm, name) for name in names}
+    before = {name: weight.clone() for name, weight in weights.items()}
+    originals = {name: state.originals.get(name, before[name]) for name in weights}
+    try:
+        for name, weight in weights.items():
+            edited = _edited_weight(lm, originals[name], name, edits)
+            if must_change and torch.equal(edited, before[name]):
+                raise BadEdit(
+                    f"the edit is so small that {name} does not change in {weight.dtype}; "
+                    "not applied"
+                )
+            weight.copy_(edited)
+    except BaseException:
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+        raise
+    state.edits = edits
+    state.originals.update(originals)
+    for name in weights:
+        if not any(name in edit.changes for edit in edits):
+            del state.originals[name]
+
+
+def _edited_weight(lm: "LM", original: Tensor, name: str, edits: list[Edit]) -> Tensor:
+    """The original weight plus the edits' changes of it, summed in float32."""
+    changes = [edit.changes[name] for edit in edits if name in edit.changes]
+    if not changes:
+        return original
+    transposed = is_transposed(lm, name)
+    total = original.to(torch.promote_types(original.dtype, torch.float32))
+    for change in changes:
+        delta = change.to(original.device).matrix().float()
+        delta = delta.T if transposed else delta
+        if delta.shape != total.shape:
+            raise BadEdit(
+                f"{name} has shape {tuple(total.shape)}, the edit's change of it "
+                f"{tuple(delta.shape)}; is it for another model?"
+            )
+        total = total + delta
+    edited = total.to(original.dtype)
+    if not edited.isfinite().all():
+        raise BadEdit(f"the edit would make {name} infinite in {original.dtype}; not applied")
+    return edited
+
+
+def weight_of(lm: "LM", name: str) -> nn.Parameter:
+    """The parameter of that name. A tied weight must be given by its first name: edits of it would
+    not be found under two names."""
+    try:
+        weight = lm.model.get_parameter(name)
+    except AttributeError as error:
+        raise BadEdit(
+            f"{lm.name} has no weight {name!r}; is the edit for another model?"
+        ) from error
+    if weight.is_meta:
+        raise BadEdit(f"{name} is not in memory (offloaded); load the model without offloading")
+    checked = lm.cache.setdefault("weights by first name", {})
+    if checked.get(name) is not weight:
+        first = next(other for other, found in lm.model.named_parameters() if found is weight)
+        if first != name:
+            raise BadEdit(f"{name} is tied to {first}; name the change of it {first!r}")
+        checked[name] = weight
+    return weight
+
+
+def is_transposed(lm: "LM", name: str) -> bool:
+    """Whether a matrix is stored as (key, value), as in GPT-2's Conv1D layers."""
+    owner = lm.model.get_submodule(name.rpartition(".")[0])
+    is_matrix = lm.model.get_parameter(name).dim() == 2
+    return lm.family.transposed and is_matrix and not isinstance(owner, nn.Linear | nn.Embedding)
+
+
 # ---- the file format: safetensors
 #
 # The header holds all fields but the changes, as text or JSON. A low-rank change of a weight is
@@ -327,36 +461,7 @@ VERSION = 2
 they had then."""
 
 
-def _header(edit: Edit) -> dict[str, str]:
-    header = {
-        "format": f"{FORMAT} {VERSION}",
-        "model": edit.model,
-        "fingerprint": edit.fingerprint,
-        "method": edit.method,
-        "facts": json.dumps([asdict(fact) for fact in edit.facts]),
-    }
-    try:
-        header["settings"] = json.dumps(dict(edit.settings))
-    except (TypeError, ValueError) as error:
-        raise BadEdit(
-            f"the edit's settings are not plain values ({error}); give numbers, text, lists"
-        ) from error
-    if edit.checks is not None:
-        header["checks"] = json.dumps(edit.checks.to_dict())
-    return header
-
-
-def _tensors(changes: Mapping[str, Change]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, change in changes.items():
-        for part, tensor in vars(change).items():  # B and A, or delta
-            tensor = tensor.detach().to("cpu", torch.float32)
-            # safetensors rejects tensors that share memory.
-            tensors[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
-    return tensors
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the tensors of an edit file of a known version."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -377,14 +482,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise _unreadable(path, str(error)) from error
 
 
-def _changes(tensors: Mapping[str, Tensor]) -> dict[str, Change]:
-    by_weight: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, part = key.rpartition("#")
-        by_weight.setdefault(name, {})[part] = tensor
-    return {name: _change(name, parts) for name, parts in by_weight.items()}
-
-
 def _change(name: str, parts: Mapping[str, Tensor]) -> Change:
     if any(tensor.dtype != torch.float32 for tensor in parts.values()):
         raise ValueError(f"the change of {name!r} is not float32")
@@ -399,5 +496,5 @@ def _change(name: str, parts: Mapping[str, Tensor]) -> Change:
     return LowRank(B, A)
 
 
-def _unreadable(path: Path, reason: str) -> BadEdit:
+def _unreadable(path: str | Path, reason: str) -> BadEdit:
     return BadEdit(f"the edit {path} cannot be read ({reason}); fetch or make it again")

@@ -11,18 +11,15 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from factscope.editing.applied import applied_edits, is_transposed
-from factscope.editing.edit import Change, Edit, LowRank
+from factscope.editing.edit import Change, Edit, LowRank, applied_edits, is_transposed
 from factscope.editing.per_row import linear_of
 from factscope.errors import BadEdit, BadSetting
 from factscope.io import scratch_folder
@@ -48,13 +45,22 @@ def export_peft(
         edit.check_model(lm)
         if edit.checks is not None:
             edit.checks.raise_if_unsafe()
-    adapters = _adapters(edit, lm, rank)
+    if not edit.changes:
+        raise BadEdit("the edit changes no weight; there is nothing to export")
+    factors, biases = _factors_and_biases(edit, lm, rank)
+    tensors: dict[str, Tensor] = {}
+    for module, change in factors.items():
+        name = f"base_model.model.{module}"
+        tensors |= {f"{name}.lora_A.weight": change.A, f"{name}.lora_B.weight": change.B}
+        if biases:  # if one layer has a bias, peft expects one in all of them
+            tensors[f"{name}.lora_B.bias"] = biases.get(module, torch.zeros(len(change.B)))
+    tensors = {name: x.detach().float().contiguous().clone() for name, x in tensors.items()}
+    config = _peft_config(factors, lm) | {"lora_bias": bool(biases)}
     with _new_folder(Path(folder)) as partial:
         # safetensors' save_file would create the file with mode 0600.
-        weights = save(_peft_tensors(adapters), {"format": "pt"})
-        (partial / "adapter_model.safetensors").write_bytes(weights)
-        config = json.dumps(_peft_config(adapters, lm), indent=2, sort_keys=True)
-        (partial / "adapter_config.json").write_text(config + "\n", encoding="utf-8")
+        (partial / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (partial / "adapter_config.json").write_text(text, encoding="utf-8")
 
 
 def export_checkpoint(
@@ -79,30 +85,23 @@ def export_checkpoint(
 # ---- the adapter
 
 
-@dataclass(frozen=True, eq=False)
-class _Adapter:
-    """What peft adds to a linear layer's output: B A x + bias."""
-
-    B: Float[Tensor, "value rank"]
-    A: Float[Tensor, "rank key"]
-    bias: Float[Tensor, " value"] | None
-    transposed: bool
-    """Whether the layer stores its weight as (key, value)."""
-
-    @property
-    def rank(self) -> int:
-        return self.A.shape[0]
-
-
-def _adapters(edit: Edit, lm: "LM", rank: int | None) -> dict[str, _Adapter]:
-    """Full module name → its adapter, for each layer that the edit changes."""
-    if not edit.changes:
-        raise BadEdit("the edit changes no weight; there is nothing to export")
-    by_module: dict[str, dict[str, Change]] = {}
-    for name in edit.changed_weights:
+def _factors_and_biases(
+    edit: Edit, lm: "LM", rank: int | None
+) -> tuple[dict[str, LowRank], dict[str, Tensor]]:
+    """ΔW as B A, and the change of the bias, by the full name of each changed layer."""
+    changes = {name: _checked(edit.changes[name], lm, name) for name in edit.changed_weights}
+    factors: dict[str, LowRank] = {}
+    biases: dict[str, Tensor] = {}
+    for name, change in changes.items():
         module, _, kind = name.rpartition(".")
-        by_module.setdefault(module, {})[kind] = _checked(edit.changes[name], lm, name)
-    return {module: _adapter(lm, module, x, rank) for module, x in by_module.items()}
+        if kind == "weight":
+            factors[module] = _factors(change, rank)
+            continue
+        biases[module] = change.matrix()
+        if f"{module}.weight" not in changes:  # peft needs a rank of at least 1
+            value, key = _shape(lm, f"{module}.weight")
+            factors[module] = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
+    return factors, biases
 
 
 def _checked(change: Change, lm: "LM", name: str) -> Change:
@@ -129,17 +128,6 @@ def _shape(lm: "LM", name: str) -> tuple[int, ...]:
     return shape[::-1] if is_transposed(lm, name) else shape
 
 
-def _adapter(lm: "LM", module: str, changes: Mapping[str, Change], rank: int | None) -> _Adapter:
-    weight = f"{module}.weight"
-    if "weight" in changes:
-        factors = _factors(changes["weight"], rank)
-    else:  # only the bias changes, but peft needs a rank of at least 1
-        value, key = _shape(lm, weight)
-        factors = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
-    bias = changes["bias"].matrix() if "bias" in changes else None
-    return _Adapter(factors.B, factors.A, bias, is_transposed(lm, weight))
-
-
 def _factors(change: Change, rank: int | None) -> LowRank:
     """ΔW as B A, truncated to a rank if that is lower."""
     if rank is not None and rank < change.rank:
@@ -154,35 +142,21 @@ def _factors(change: Change, rank: int | None) -> LowRank:
     return LowRank(change.delta, torch.eye(key))
 
 
-def _peft_tensors(adapters: Mapping[str, _Adapter]) -> dict[str, Tensor]:
-    """The tensors under peft's names. If one layer has a bias, peft expects one in all of them."""
-    has_bias = any(adapter.bias is not None for adapter in adapters.values())
-    tensors = {}
-    for name, adapter in adapters.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = adapter.A
-        tensors[f"base_model.model.{name}.lora_B.weight"] = adapter.B
-        if has_bias:
-            bias = torch.zeros(len(adapter.B)) if adapter.bias is None else adapter.bias
-            tensors[f"base_model.model.{name}.lora_B.bias"] = bias
-    return {name: x.detach().float().contiguous().clone() for name, x in tensors.items()}
-
-
-def _peft_config(adapters: Mapping[str, _Adapter], lm: "LM") -> dict[str, Any]:
+def _peft_config(factors: Mapping[str, LowRank], lm: "LM") -> dict[str, Any]:
     """`adapter_config.json`; alpha equals the rank everywhere, so nothing is scaled."""
-    rank = Counter(adapter.rank for adapter in adapters.values()).most_common(1)[0][0]
+    rank = Counter(change.rank for change in factors.values()).most_common(1)[0][0]
     # Full module names: a short one would match the same layer of other blocks.
-    others = {name: adapter.rank for name, adapter in adapters.items() if adapter.rank != rank}
+    others = {module: change.rank for module, change in factors.items() if change.rank != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": lm.name,
-        "target_modules": list(adapters),
+        "target_modules": list(factors),
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "lora_bias": any(adapter.bias is not None for adapter in adapters.values()),
-        "fan_in_fan_out": any(adapter.transposed for adapter in adapters.values()),
+        "fan_in_fan_out": any(is_transposed(lm, f"{module}.weight") for module in factors),
         "inference_mode": True,
         "lora_dropout": 0.0,
         "bias": "none",

@@ -125,18 +125,16 @@ class BoundMemit(BoundEditor):
                 lm.model.base_model(ids, use_cache=False)
             position = torch.tensor([row.edit_position for row in rows])
             row = torch.arange(len(rows))
-            # Some families flatten rows and tokens before the MLP.
-            k, h = (x.reshape(*ids.shape, -1)[row, position].float() for x in read)
             contexts = len(batch[0].rows)
-            keys.append(self._mean_key(k.unflatten(0, (-1, contexts))))
-            states.append(h.unflatten(0, (-1, contexts))[:, 0])
+            # Some families flatten rows and tokens before the MLP.
+            by_row = [x.reshape(*ids.shape, -1)[row, position].float() for x in read]
+            k, h = (x.unflatten(0, (-1, contexts)) for x in by_row)
+            if self.settings.key == "mean" or contexts == 1:
+                keys.append(k.mean(1))
+            else:  # half the bare prompt's key, half the mean after the prefixes
+                keys.append((k[:, 0] + k[:, 1:].mean(1)) / 2)
+            states.append(h[:, 0])
         return torch.cat(keys), torch.cat(states)
-
-    def _mean_key(self, keys: Float[Tensor, "fact context key"]) -> Float[Tensor, "fact key"]:
-        """Each fact's key from those of its contexts, the bare prompt first."""
-        if self.settings.key == "mean" or keys.shape[1] == 1:
-            return keys.mean(1)
-        return (keys[:, 0] + keys[:, 1:].mean(1)) / 2
 
     def _empty_edit(self, values: Sequence[ValueResult]) -> Edit:
         facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.applied import weight_of
-from factscope.editing.edit import Change, Edit, LowRank
+from factscope.editing.edit import Change, Edit, LowRank, weight_of
 from factscope.errors import BadEdit
 from factscope.lm.hooks import hook_io
 
@@ -29,6 +28,8 @@ RANK_MULTIPLE = 8
 
 OutputDelta = Callable[[Float[Tensor, "row token key"]], Float[Tensor, "row token value"]]
 """What is added to a module's output, as a function of its input."""
+Hook = tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]
+"""A module and a function of its input and output."""
 
 
 @contextmanager
@@ -44,9 +45,15 @@ def edited(
     if wrong := [i for i in indices if not 0 <= i < len(edits)]:
         raise BadEdit(f"a row is given edit {wrong[0]}, but there are {len(edits)}, from 0 on")
     rows = None if edit_index is None and len(edits) == 1 else len(indices)
-    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
+
+    def check_rows(ids: Tensor, output: Tensor) -> None:
+        # Where the batch enters the model: OPT's MLP sees flattened rows.
+        if len(ids) != rows:
+            raise BadEdit(f"the batch has shape {tuple(ids.shape)}, but edits for {rows} rows")
+
+    hooks: list[Hook] = []
     if changes_by_weight and rows is not None:
-        hooks.append((lm.embed, _check_rows(rows)))
+        hooks.append((lm.embed, check_rows))
     for name, changes in changes_by_weight.items():
         module, kind = linear_of(lm, name), name.rpartition(".")[2]
         if module is None:
@@ -71,11 +78,10 @@ def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Te
     """
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, changes in _changes_by_weight(lm, edits).items():
-        low_rank = _copyable(changes)
-        if low_rank is None or linear_of(lm, name) is None:
+        stacked = _stack_factors(changes, RANK_MULTIPLE)
+        if stacked is None or linear_of(lm, name) is None:
             return {}
-        rank_one = all(change is None or change.rank == 1 for change in low_rank)
-        A, B = _stack_factors(low_rank, 1 if rank_one else RANK_MULTIPLE)
+        A, B = stacked
         device = weight_of(lm, name).device
         factors[name] = (A.to(device), B.to(device))
     return factors
@@ -84,10 +90,9 @@ def factors_by_row(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, tuple[Te
 @contextmanager
 def factors_applied(lm: "LM", factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Inside, row i of every batch runs with the i-th factors of `factors_by_row`."""
-    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]] = []
+    hooks: list[Hook] = []
     for name, (A, B) in factors.items():
-        module = linear_of(lm, name)
-        assert module is not None
+        module = lm.model.get_submodule(name.rpartition(".")[0])
         hooks.append((module, _add_to_output(_factor_delta(A, B), len(A))))
     with hook_io(*hooks):
         yield
@@ -118,16 +123,6 @@ def _changes_by_weight(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, list
 
 
 # ---- hooks
-
-
-def _check_rows(rows: int) -> Callable[[Tensor, Tensor], None]:
-    """Refuse a batch of another size where it enters the model: OPT's MLP sees flattened rows."""
-
-    def check(ids: Tensor, output: Tensor) -> None:
-        if len(ids) != rows:
-            raise BadEdit(f"the batch has shape {tuple(ids.shape)}, but edits for {rows} rows")
-
-    return check
 
 
 def _add_to_output(delta: OutputDelta, rows: int | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -161,15 +156,11 @@ def _output_delta_by_row(
     changes: Sequence[Change | None], edit_index: Int[Tensor, " row"], kind: str
 ) -> OutputDelta:
     """Row i is changed by changes[edit_index[i]]."""
-    present = [change for change in changes if change is not None]
-    if kind == "bias":
-        zero = torch.zeros_like(present[0].matrix())
-        biases = torch.stack([zero if c is None else c.matrix() for c in changes])[edit_index]
-        return lambda x: biases[:, None].expand(-1, x.shape[1], -1)
-    low_rank = _copyable(changes)
-    if low_rank is not None:
-        A, B = _stack_factors(low_rank)
+    stacked = _stack_factors(changes)
+    if stacked is not None:
+        A, B = stacked
         return _factor_delta(A[edit_index], B[edit_index])
+    value = next(change.shape[0] for change in changes if change is not None)
     # A copy for each row would be too large: group the rows by edit.
     groups = [
         ((edit_index == i).nonzero()[:, 0], _output_delta(change, kind))
@@ -178,7 +169,7 @@ def _output_delta_by_row(
     ]
 
     def delta(x: Tensor) -> Tensor:
-        total = x.new_zeros(*x.shape[:-1], present[0].shape[0], dtype=torch.float32)
+        total = x.new_zeros(*x.shape[:-1], value, dtype=torch.float32)
         for rows, group_delta in groups:
             total[rows] = group_delta(x[rows]).float()
         return total
@@ -192,26 +183,22 @@ def _factor_delta(
     return lambda x: torch.bmm(torch.bmm(x.float(), A.mT), B.mT)
 
 
-def _copyable(changes: Sequence[Change | None]) -> list[LowRank | None] | None:
-    """The changes, if all have a low enough rank to be copied for each row; otherwise None."""
-    low_rank = [
-        change
-        for change in changes
-        if change is None or (isinstance(change, LowRank) and change.rank <= MAX_FACTOR_RANK)
-    ]
-    return low_rank if len(low_rank) == len(changes) else None
-
-
 def _stack_factors(
-    changes: Sequence[LowRank | None], multiple: int = 1
-) -> tuple[Float[Tensor, "edit rank key"], Float[Tensor, "edit value rank"]]:
-    """A and B of all changes; ranks are padded with zeros to one multiple of `multiple`."""
-    present = [change for change in changes if change is not None]
-    rank = math.ceil(max(change.rank for change in present) / multiple) * multiple
-    value, key = present[0].shape
-    A = present[0].A.new_zeros(len(changes), rank, key)
-    B = present[0].B.new_zeros(len(changes), value, rank)
-    for i, change in enumerate(changes):
-        if change is not None:
-            A[i, : change.rank], B[i, :, : change.rank] = change.A, change.B
+    changes: Sequence[Change | None], multiple: int = 1
+) -> tuple[Float[Tensor, "edit rank key"], Float[Tensor, "edit value rank"]] | None:
+    """A and B of all changes; None if one is dense, or its rank too high for a copy per row.
+
+    Ranks are padded with zeros to the highest one, which is rounded up to `multiple` if above 1.
+    """
+    low_rank = {i: change for i, change in enumerate(changes) if isinstance(change, LowRank)}
+    rank = max((change.rank for change in low_rank.values()), default=0)
+    dense = any(change is not None and i not in low_rank for i, change in enumerate(changes))
+    if dense or rank > MAX_FACTOR_RANK:
+        return None
+    rank = rank if rank == 1 else math.ceil(rank / multiple) * multiple
+    first = next(iter(low_rank.values()))
+    A = first.A.new_zeros(len(changes), rank, first.shape[1])
+    B = first.B.new_zeros(len(changes), first.shape[0], rank)
+    for i, change in low_rank.items():
+        A[i, : change.rank], B[i, :, : change.rank] = change.A, change.B
     return A, B

@@ -35,8 +35,7 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     """The rank-one update for one fact."""
     lm, settings, layer = bound.lm, bound.settings, bound.layer
     request = edit_request(lm, fact, bound.prefixes, settings.token)
-    at_edit_token = bound.search.kl_position == "edit-token"
-    rows = [*request.rows, kl_row(lm, fact, settings.token, at_edit_token=at_edit_token)]
+    rows = [*request.rows, kl_row(lm, fact, settings.token, bound.search.kl_position)]
     # 1. keys and values of every context, and k*
     all_keys = mlp_keys(lm, pad_rows(request.rows, lm.device), layer)
     positions = [row.edit_position for row in request.rows]

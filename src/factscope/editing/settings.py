@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 EditToken = Literal["subject-last", "subject-first", "after-subject", "last"]
 """The token at which a fact is written: where its key is read and its value is set."""
 
+KlPosition = Literal["end", "edit-token"]
+"""The token of the KL term's prompt after which the next-token distributions are compared."""
+
 Layer = int | Literal["auto"] | None
 """A layer index; "auto" for the layer that a causal trace finds; None for the model's default."""
 
@@ -132,7 +135,7 @@ class ValueSearch:
     mostly 4."""
     kl_weight: float = 0.0625
     """Weight of the KL term, KL(edited ‖ unedited) after "{subject} is a"."""
-    kl_position: Literal["end", "edit-token"] = "end"
+    kl_position: KlPosition = "end"
     """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
     edit token."""
     weight_decay: float = 0.01
@@ -156,11 +159,7 @@ class ValueSearch:
 
     def resolve(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
         """The same with a model's defaults where nothing was given."""
-        return replace(
-            self,
-            steps=steps if self.steps is None else self.steps,
-            clamp=clamp if self.clamp is None else self.clamp,
-        )
+        return replace(self, steps=self.steps or steps, clamp=self.clamp or clamp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +172,6 @@ class Rome(PrefixSettings, Editor):
     token: EditToken = "subject-last"
     """Token at which the fact is written."""
     prefix_lengths: PrefixLengths = ((5, 10), (10, 10))
-    """Prefixes to generate, as pairs of length and number (as a flag, 5x10,10x10); none for no
-    prefixes."""
     key: Literal["mean", "bare"] = "mean"
     """Key k in the denominator and residual of the update: the mean over contexts, as in C⁻¹k*, or
     the key of the bare prompt, as in the paper's code, where the mismatch sometimes gives an update
@@ -394,8 +391,8 @@ class KN(PrefixSettings, Editor):
     """An answer of several tokens: each after the tokens before it, or, as in the paper's code, all
     at the last position of the prompt. Their attributions are averaged."""
     leading_space: bool = True
-    """Tokenize objects with the space before them; the paper's code does not, which gives other
-    tokens."""
+    """Tokenize objects with the space before them. --no-leading-space tokenizes them without it, as
+    in the paper's code, which gives other tokens."""
     threshold: Annotated[float, Ge(0), Lt(1)] = 0.2
     """Coarse selection: neurons whose attribution exceeds this fraction of the highest one in a
     context."""
@@ -416,9 +413,9 @@ class KN(PrefixSettings, Editor):
     """Length of a weight of 1: that of the neuron's own column, which suits a model of any scale,
     as Dai et al. did; or, as in the paper's code, that of the embedding."""
     signed: bool = True
-    """Negate the change of a neuron whose activation is negative. The paper's code does not, and
-    such a neuron then works against the new object. Half of the neurons of a gated MLP are
-    negative."""
+    """Negate the change of a neuron whose activation is negative, as are half of the neurons of a
+    gated MLP. --no-signed does not, as in the paper's code, and such a neuron then works against
+    the new object."""
     pooling: Literal["mean", "sum"] = "mean"
     """Embedding of an object of several tokens: their mean, or, as in the paper's code, their
     sum."""

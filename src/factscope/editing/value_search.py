@@ -386,11 +386,10 @@ def prepare_search(
     ValueObjective, Float[Tensor, "fact context key"], Float[Tensor, "fact context value"]
 ]:  # fmt: skip
     """One unedited run over all rows: the objective, and the keys and values at the edit tokens."""
-    at_edit_token = search.kl_position == "edit-token"
     rows = [
         row
         for request in requests
-        for row in (*request.rows, kl_row(lm, request.fact, token, at_edit_token=at_edit_token))
+        for row in (*request.rows, kl_row(lm, request.fact, token, search.kl_position))
     ]
     per_fact = len(rows) // len(requests)  # all facts have the same contexts, and one KL prompt
     buckets = LengthBuckets.of(lm, len(requests))

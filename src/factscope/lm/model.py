@@ -117,7 +117,7 @@ class LM:
         """A hash of the family and of the name, shape and up to 16 entries of every weight.
 
         Entries are rounded to bfloat16, so that a model has one fingerprint in float32, TF32 and
-        bfloat16. It must be computed before an edit is applied (see `editing.applied`).
+        bfloat16. It must be computed before an edit is applied (see `editing.edit`).
         """
         digest = hashlib.sha256(self.model.config.model_type.encode())
         for name, weight in self.model.named_parameters():
