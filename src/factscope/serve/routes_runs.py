@@ -4,13 +4,12 @@ The run name in a request is looked up in the list of runs; it never becomes a p
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from matplotlib.figure import Figure
 
 from factscope.analysis.effects import average_kinds
 from factscope.analysis.metrics import Summary, merge_runs, summarize
@@ -148,18 +147,13 @@ def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
     def tables(run: RunNames) -> dict[str, Any]:
         """The tables of one run or of several evaluations, and the names of their figures."""
         with lock:
-            command, tables, figures = tables_and_figures(runs, run)
-        rows = [table_to_dict(table) for table in tables]
-        return {"command": command, "tables": rows, "figures": list(figures)}
+            return tables_and_figures(runs, run)
 
     @routes.get("/figures/{name}", response_class=Response)
     def figure(name: str, run: RunNames) -> Response:
         """A figure of the runs as SVG."""
         with lock:
-            _, _, figures = tables_and_figures(runs, run)
-            if name not in figures:
-                raise NotFound(f"these runs have no figure {name[:40]!r}")
-            content = figure_bytes(figures[name](), "svg")
+            content = draw_figure(runs, run, name)
         return Response(content, media_type="image/svg+xml", headers={"cache-control": "no-store"})
 
     @routes.get("/cases")
@@ -212,31 +206,44 @@ def run_to_dict(name: str, run: RunFolder) -> dict[str, Any]:
     return {"name": name, "command": run.command, **settings, "bytes": stamp(name, run)[2]}
 
 
-def tables_and_figures(
-    runs: RunLibrary, names: Sequence[str]
-) -> tuple[str, list[Table], dict[str, Callable[[], Figure]]]:
-    """The command of the runs, their tables, and functions that draw their figures."""
+def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
+    """The tables of runs, and the names of their figures."""
     run = runs.find(names, "trace", "evaluate", "sweep")[names[0]]
-    if run.command == "evaluate":
+    command = run.command
+    if command != "evaluate" and len(names) > 1:
+        raise BadSetting(f"only evaluations can be compared; choose one run of {command}")
+    if command == "evaluate":
         rows = runs.summaries(names)
-        figures: dict[str, Callable[[], Figure]] = {
-            f"scores-{i}": partial(scores_figure, group)
-            for i, group in enumerate(by_model_and_data(rows))
-        }
-        figures["distributions"] = lambda: distributions_figure(runs.cases(names))
-        return run.command, evaluation_tables(rows), figures
-    if len(names) > 1:
-        raise BadSetting(f"only evaluations can be compared; choose one run of {run.command}")
-    if run.command == "sweep":
-        sweep = read_sweep(run.path)
-        return run.command, [sweep_table(sweep)], {"sweep": partial(sweep_figure, sweep)}
-    averages = average_kinds(runs.traces(names[0]))
-    drawings = {"heatmaps": average_heatmaps, "lines": average_lines}
-    return (
-        run.command,
-        [summary_table(averages), effects_table(averages)],
-        {name: partial(draw, averages) for name, draw in drawings.items()},
-    )
+        tables = evaluation_tables(rows)
+        scores = [f"scores-{i}" for i in range(len(by_model_and_data(rows)))]
+        figures = [*scores, "distributions"]
+    elif command == "sweep":
+        tables, figures = [sweep_table(read_sweep(run.path))], ["sweep"]
+    else:
+        averages = average_kinds(runs.traces(names[0]))
+        tables = [summary_table(averages), effects_table(averages)]
+        figures = ["heatmaps", "lines"]
+    return {"command": command, "tables": [table_to_dict(t) for t in tables], "figures": figures}
+
+
+def draw_figure(runs: RunLibrary, names: Sequence[str], name: str) -> bytes:
+    """A figure of `tables_and_figures` as SVG."""
+    figure = None
+    kind, _, number = name.partition("-")
+    if kind == "scores" and number.isdecimal() and len(number) < 4:
+        groups = by_model_and_data(runs.summaries(names))
+        if int(number) < len(groups):
+            figure = scores_figure(groups[int(number)])
+    elif name == "distributions":
+        figure = distributions_figure(runs.cases(names))
+    elif name == "sweep":
+        figure = sweep_figure(read_sweep(runs.find(names, "sweep")[names[0]].path))
+    elif name in ("heatmaps", "lines") and len(names) == 1:
+        averages = average_kinds(runs.traces(names[0]))
+        figure = (average_heatmaps if name == "heatmaps" else average_lines)(averages)
+    if figure is None:
+        raise NotFound(f"these runs have no figure {name[:40]!r}")
+    return figure_bytes(figure, "svg")
 
 
 def table_to_dict(table: Table) -> dict[str, Any]:
