@@ -24,3 +24,11 @@ def default_model() -> LM:
     from factscope.lm.load import load
 
     return load("smollm2-135m", device="cpu")
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write figures as dummy files: drawing takes longer than the runs of tiny models."""
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"figure")
+    )

@@ -1,11 +1,11 @@
 """Which package may import which: data flows one way, and reading records needs no torch."""
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,17 +55,25 @@ def part_named(module: str) -> str:
     return ".".join(names[: 2 if names[0] == "extras" and len(names) > 1 else 1])
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All syntax nodes of a file."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
+@functools.cache
+def imports(path: Path) -> list[str]:
     """Every module that a file imports, also within functions and for types only."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written out in full"
             assert node.module is not None
             # `from factscope.lm import families` means factscope.lm.families
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def users_of(package: str) -> set[str]:
@@ -137,7 +145,7 @@ def test_hooks_are_registered_in_one_file() -> None:
 
 def test_results_are_not_printed_below_the_command_line() -> None:
     for path in FILES:
-        calls = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
+        calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
         prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
         assert not prints or part_of(path) == "cli", path
 
@@ -184,8 +192,7 @@ def test_only_lm_imports_submodules_of_lm_accel() -> None:
     for path in FILES:
         if path.is_relative_to(ROOT / "lm"):
             continue
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        modules = [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+        modules = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
         assert not [m for m in modules if m.startswith("factscope.lm.accel.")], path
 
 

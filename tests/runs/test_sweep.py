@@ -43,7 +43,7 @@ def factscope(
 
 
 @pytest.fixture
-def run(factscope: Run, model: Path, tmp_path: Path) -> Run:
+def run(factscope: Run, model: Path, tmp_path: Path, no_drawing: None) -> Run:
     """A command on the tiny model and six cases, with short searches."""
     data = tmp_path / "cases.json"
     data.write_text(json.dumps([record(i) for i in range(6)]))
