@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.text import Text
 
 from factscope.analysis.estimate import Estimate
@@ -24,9 +23,9 @@ from factscope.errors import BadRecord, BadSetting
 from factscope.facts import Fact
 from factscope.records import CaseRecord
 from factscope.report.figures.evaluation import distributions_figure, scores_figure
-from factscope.report.html import embed_figure, render, write_files
+from factscope.report.html import embed_figure, render, table_files, write_files
 from factscope.report.labels import base_method, group_title, printable, row_name
-from factscope.report.tables import Cell, Mark, Score, Table, as_csv, as_latex, as_markdown
+from factscope.report.tables import Cell, Mark, Score, Table
 
 COLUMNS = (
     "S", "ES", "EM", "PS", "PM", "NS", "NM", "GE", "RS",
@@ -65,6 +64,8 @@ def write_evaluation_report(
 ) -> list[Path]:
     """Write the report and return its files, the page first.
 
+    The page has tables and a figure for each model and data set, then the generated texts.
+
     `cases` are the ids of the cases whose texts the page displays; `include_published` adds the
     paper's rows; `rows` are the summaries of the records if they were computed before.
     """
@@ -73,36 +74,10 @@ def write_evaluation_report(
     if not rows:
         raise BadRecord("there are no scores to report on; evaluate some cases first")
     samples = collect_samples(records, cases)
-    tables = evaluation_tables(rows, include_published=include_published)
-    files: list[tuple[str, str | Figure]] = [
-        ("index.html", evaluation_page(title, rows, samples, include_published=include_published)),
-        ("table.md", "\n".join(map(as_markdown, tables))),
-        ("table.tex", "\n".join(map(as_latex, tables))),
-        ("table.csv", as_csv(all_metrics_table(rows, include_published=include_published))),
-    ]
-    for group in by_model_and_data(rows):
-        model, data = group[0].model, group[0].data
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{data}-{model}").strip("-.")
-        scores = scores_figure(with_published(group) if include_published else group)
-        files.append((f"scores-{name}", scores))
-        if any(row.edited and row.metrics for row in group):
-            ours = [record for record in records if (record.model, record.data) == (model, data)]
-            files.append((f"spread-{name}", distributions_figure(ours)))
-    return write_files(folder, files)
-
-
-def evaluation_page(
-    title: str,
-    rows: Sequence[Summary],
-    samples: Sequence["Samples"],
-    *,
-    include_published: bool = True,
-) -> str:
-    """The page: tables and a figure for each model and data set, then the generated texts."""
-    groups = []
+    groups, figures = [], []
     for group in by_model_and_data(rows):
         name, edits = group_title(group), [row for row in group if row.edited]
-        figure = scores_figure(with_published(group) if include_published else group)
+        shown = with_published(group) if include_published else group
         numbers = {
             "cases": max(row.cases for row in group),
             "methods": len({row.method for row in edits}),
@@ -113,11 +88,27 @@ def evaluation_page(
                 "name": name,
                 "numbers": numbers,
                 "tables": evaluation_tables(group, include_published=include_published),
-                "figure": embed_figure(figure, f"Scores of each method: {name}"),
+                "figure": embed_figure(scores_figure(shown), f"Scores of each method: {name}"),
             }
         )
-    models = ", ".join(dict.fromkeys(row.model for row in rows))
-    return render("evaluation.html", title=title, models=models, groups=groups, samples=samples)
+        model, data = group[0].model, group[0].data
+        file_name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{data}-{model}").strip("-.")
+        figures.append((f"scores-{file_name}", scores_figure(shown)))
+        if any(row.metrics for row in edits):
+            ours = [record for record in records if (record.model, record.data) == (model, data)]
+            figures.append((f"spread-{file_name}", distributions_figure(ours)))
+    page = render(
+        "evaluation.html",
+        title=title,
+        models=", ".join(dict.fromkeys(row.model for row in rows)),
+        groups=groups,
+        samples=samples,
+    )
+    tables = [table for group in groups for table in group["tables"]]
+    full = all_metrics_table(rows, include_published=include_published)
+    return write_files(
+        folder, [("index.html", page), *table_files("table", *tables, full=full), *figures]
+    )
 
 
 # ---- rows

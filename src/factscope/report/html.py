@@ -87,22 +87,27 @@ def image_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
-def write_files(folder: Path, files: Iterable[tuple[str, str | Table | Figure]]) -> list[Path]:
-    """Write texts by file name, and tables and figures by name in all their formats.
+def table_files(name: str, *tables: Table, full: Table | None = None) -> list[tuple[str, str]]:
+    """Tables as Markdown and LaTeX, and the full table, by default the same one, as CSV."""
+    return [
+        (f"{name}.md", "\n".join(map(as_markdown, tables))),
+        (f"{name}.tex", "\n".join(map(as_latex, tables))),
+        (f"{name}.csv", as_csv(full or tables[0])),
+    ]
 
-    A table becomes Markdown, LaTeX and CSV, a figure PNG and PDF. Each file is written completely
-    or not at all.
+
+def write_files(folder: Path, files: Iterable[tuple[str, str | Figure]]) -> list[Path]:
+    """Write texts by file name and figures by name, as PNG and PDF; return the paths.
+
+    Each file is written completely or not at all.
     """
     paths: list[Path] = []
     for name, content in files:
-        parts: dict[str, str | bytes]
-        if isinstance(content, str):
-            parts = {name: content}
-        elif isinstance(content, Table):
-            formats = {"md": as_markdown, "tex": as_latex, "csv": as_csv}
-            parts = {f"{name}.{kind}": convert(content) for kind, convert in formats.items()}
-        else:
-            parts = {f"{name}.{kind}": figure_bytes(content, kind) for kind in ("png", "pdf")}
+        parts: dict[str, str | bytes] = (
+            {name: content}
+            if isinstance(content, str)
+            else {f"{name}.{kind}": figure_bytes(content, kind) for kind in ("png", "pdf")}
+        )
         for file, data in parts.items():
             write_atomic(folder / file, data)
             paths.append(folder / file)

@@ -178,18 +178,12 @@ def weight_label(weight: ChangedWeight) -> str:
 # ---- evaluations
 
 METHOD_NAMES = {
+    **{name: name.upper() for name in ("rome", "memit", "ft", "kn", "ke", "ke-cf", "mend")},
     UNEDITED: "unedited",
-    "rome": "ROME",
     "r-rome": "r-ROME",
-    "memit": "MEMIT",
-    "ft": "FT",
     "ft-l": "FT+L",
     "attn": "AttnEdit",
-    "kn": "KN",
-    "ke": "KE",
-    "ke-cf": "KE-CF",
     "ke-zsre": "KE-zsRE",
-    "mend": "MEND",
     "mend-cf": "MEND-CF",
     "mend-zsre": "MEND-zsRE",
 }

@@ -16,7 +16,7 @@ from factscope.analysis.preferences import Interval, Preference, Vote, preferenc
 from factscope.errors import BadStudy
 from factscope.extras.study import ANSWERS_KIND, Study
 from factscope.report.figures.evaluation import preferences_figure
-from factscope.report.html import asset, embed_figure, render, write_files
+from factscope.report.html import asset, embed_figure, render, table_files, write_files
 from factscope.report.labels import (
     QUESTION_LABELS,
     dataset_name,
@@ -25,7 +25,7 @@ from factscope.report.labels import (
     ratio_number,
     ratio_text,
 )
-from factscope.report.tables import Table, as_csv, as_latex, as_markdown
+from factscope.report.tables import Table
 
 FORM_TITLE = "Which text is better?"
 COMPARATIVES = {"consistent": "more consistent", "fluent": "more fluent"}
@@ -73,15 +73,11 @@ def write_study_report(study: Study, votes: Sequence[Vote], folder: Path) -> lis
     results = preferences(votes)
     if not results:
         raise BadStudy("nobody answered a question; there is nothing to count")
-    table = preference_table(results)
-    files = [
-        ("index.html", study_page(study, votes)),
-        ("preferences.md", as_markdown(table)),
-        ("preferences.tex", as_latex(table)),
-        ("preferences.csv", as_csv(all_preferences_table(results))),
-        ("preferences", preferences_figure(results)),
-    ]
-    return write_files(folder, files)
+    tables = table_files(
+        "preferences", preference_table(results), full=all_preferences_table(results)
+    )
+    figure = ("preferences", preferences_figure(results))
+    return write_files(folder, [("index.html", study_page(study, votes)), *tables, figure])
 
 
 def study_page(study: Study, votes: Sequence[Vote]) -> str:

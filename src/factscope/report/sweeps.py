@@ -11,9 +11,9 @@ from factscope.analysis.sweep import Point, Sweep
 from factscope.errors import BadRecord
 from factscope.report.evaluations import FAILED_NOTE, UNMEASURED
 from factscope.report.figures.evaluation import sweep_figure
-from factscope.report.html import embed_figure, render, write_files
+from factscope.report.html import embed_figure, render, table_files, write_files
 from factscope.report.labels import AXIS_NAMES, setting_name, sweep_title
-from factscope.report.tables import Cell, Score, Table, as_csv, as_latex, as_markdown
+from factscope.report.tables import Cell, Score, Table
 
 COLUMNS = ("S", "ES", "PS", "NS", "GE", "RS", "efficacy", "paraphrase", "specificity")
 """Metrics of the table; those that were not measured are left out."""
@@ -29,24 +29,9 @@ def write_sweep_report(sweep: Sweep, folder: Path) -> list[Path]:
         errors = [f"{point.name}: {point.error}" for point in sweep.points if point.error]
         reasons = f" ({'; '.join(errors[:3])})" if errors else ""
         raise BadRecord(f"the sweep has no scores yet; there is nothing to report{reasons}")
-    table = sweep_table(sweep)
-    data = json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n"
-    files = [
-        ("index.html", sweep_page(sweep)),
-        ("table.md", as_markdown(table)),
-        ("table.tex", as_latex(table)),
-        ("table.csv", as_csv(all_points_table(sweep))),
-        ("sweep.json", data),
-        ("sweep", sweep_figure(sweep)),
-    ]
-    return write_files(folder, files)
-
-
-def sweep_page(sweep: Sweep) -> str:
-    """The page: the figure, the table and the settings."""
-    title = f"Sweep: {sweep_title(sweep)}"
+    title, table = f"Sweep: {sweep_title(sweep)}", sweep_table(sweep)
     summaries = [point.summary for point in sweep.points if point.summary is not None]
-    return render(
+    page = render(
         "overview.html",
         title=title,
         numbers={
@@ -55,9 +40,16 @@ def sweep_page(sweep: Sweep) -> str:
             "failed points": sum(point.error is not None for point in sweep.points),
         },
         figure=embed_figure(sweep_figure(sweep), f"Scores at each point: {title}"),
-        table=sweep_table(sweep),
+        table=table,
         settings=sweep.spec,
     )
+    files = [
+        ("index.html", page),
+        *table_files("table", table, full=all_points_table(sweep)),
+        ("sweep.json", json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n"),
+        ("sweep", sweep_figure(sweep)),
+    ]
+    return write_files(folder, files)
 
 
 def sweep_table(sweep: Sweep) -> Table:

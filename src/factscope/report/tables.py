@@ -19,12 +19,14 @@ Mark = Literal["best", "failure"] | None
 
 @dataclass(frozen=True)
 class Score:
-    """A metric as in the paper's tables, in percent with its half width: "89.2 (0.3)"."""
+    """A number or a metric with a mark; a metric in percent with its half width: "89.2 (0.3)"."""
 
-    value: Estimate
+    value: int | float | Estimate
     mark: Mark = None
 
     def __str__(self) -> str:
+        if not isinstance(self.value, Estimate):
+            return cell_text(self.value)
         # Adding 0.0 turns -0.0 into 0.0.
         mean, width = (round(100 * x, 1) + 0.0 for x in (self.value.mean, self.value.half_width))
         if math.isnan(mean):
@@ -32,18 +34,7 @@ class Score:
         return f"{mean:.1f}" if math.isnan(width) else f"{mean:.1f} ({width:.1f})"
 
 
-@dataclass(frozen=True)
-class Marked:
-    """A number with a mark."""
-
-    value: int | float
-    mark: Mark = None
-
-    def __str__(self) -> str:
-        return cell_text(self.value)
-
-
-Cell = str | int | float | Estimate | Score | Marked | None
+Cell = str | int | float | Estimate | Score | None
 """None is an unknown number."""
 
 
@@ -84,25 +75,17 @@ def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
     return Table("Runs", ("quantity", "mean", "facts"), rows)
 
 
-def effects_table(effects: Mapping[str, AverageEffects]) -> Table:
-    """The layer at which the average indirect effect of each token role peaks."""
+def effects_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = False) -> Table:
+    """The average indirect effect of each token role at every layer, or where it peaks."""
     rows = []
     for kind, average in effects.items():
         for role in filter(average.measured, average.roles):
-            layer, peak = average.peak(role)
-            rows.append((KIND_STYLES[kind].name, role, layer, peak, peak.n))
-    return Table("Peak effects", ("restored", "token", "layer", "AIE", "n"), tuple(rows))
-
-
-def all_effects_table(effects: Mapping[str, AverageEffects]) -> Table:
-    """Every average indirect effect: the numbers in the figures."""
-    rows = [
-        (KIND_STYLES[kind].name, role, layer, average.row(role)[layer], average.row(role)[layer].n)
-        for kind, average in effects.items()
-        for role in filter(average.measured, average.roles)
-        for layer in range(average.layers)
-    ]
-    return Table("Average effects", ("restored", "token", "layer", "AIE", "n"), tuple(rows))
+            peak = average.peak(role)[0]
+            for layer in range(average.layers) if every_layer else [peak]:
+                effect = average.row(role)[layer]
+                rows.append((KIND_STYLES[kind].name, role, layer, effect, effect.n))
+    title = "Average effects" if every_layer else "Peak effects"
+    return Table(title, ("restored", "token", "layer", "AIE", "n"), tuple(rows))
 
 
 def severed_table(comparison: SeveredComparison) -> Table:
@@ -129,7 +112,7 @@ def cell_text(cell: Cell) -> str:
 
 def cell_mark(cell: Cell) -> Mark:
     """A cell's mark, if any."""
-    return cell.mark if isinstance(cell, Score | Marked) else None
+    return cell.mark if isinstance(cell, Score) else None
 
 
 def is_text_column(table: Table, column: int) -> bool:
@@ -207,18 +190,18 @@ def escape_latex(text: str) -> str:
 def as_csv(table: Table) -> str:
     """The table in CSV, unrounded; an estimate takes two columns, its mean and half width."""
 
-    def fields(cell: Cell) -> list[str | int | float]:
-        if isinstance(cell, Score | Marked):
-            cell = cell.value
+    rows = [[cell.value if isinstance(cell, Score) else cell for cell in row] for row in table.rows]
+
+    def fields(cell: str | int | float | Estimate | None) -> list[str | int | float]:
         values = (cell.mean, cell.half_width) if isinstance(cell, Estimate) else (cell,)
         return ["" if x is None or x != x else x for x in values]  # NaN is an empty field
 
     heads: list[str] = []
     for i, column in enumerate(table.columns):
-        estimated = any(isinstance(row[i], Estimate | Score) for row in table.rows)
+        estimated = any(isinstance(row[i], Estimate) for row in rows)
         heads += (column, f"{column} ±") if estimated else (column,)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(heads)
-    writer.writerows([field for cell in row for field in fields(cell)] for row in table.rows)
+    writer.writerows([field for cell in row for field in fields(cell)] for row in rows)
     return buffer.getvalue()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.color import Color
@@ -56,18 +55,13 @@ def strongest_cells(record: TraceRecord, kind: str = "states", count: int = 5) -
     for column in ("layer", f"p({display_token(record.answer)})", "indirect effect"):
         table.add_column(Text(column), justify="right")
     labels, cells = token_labels(record), cell_table(record, kind)
-    for token, layer in highest_cells(cells, count):
+    order = np.argsort(-cells, axis=None, kind="stable")  # NaN is sorted to the end
+    for index in order[: min(count, np.count_nonzero(~np.isnan(cells)))]:
+        token, layer = divmod(int(index), cells.shape[1])
         score = cells[token, layer]
         effect = score - baseline(record, kind)
         table.add_row(Text(labels[token]), str(layer), f"{score:.1%}", f"{effect:+.1%}")
     return table
-
-
-def highest_cells(cells: Float[np.ndarray, "tokens layers"], count: int) -> list[tuple[int, int]]:
-    """(token, layer) of the highest measured cells, highest first."""
-    order = np.argsort(-cells, axis=None, kind="stable")  # NaN is sorted to the end
-    indices = order[: min(count, np.count_nonzero(~np.isnan(cells)))]
-    return [(int(i // cells.shape[1]), int(i % cells.shape[1])) for i in indices]
 
 
 @dataclass(frozen=True)
@@ -106,8 +100,8 @@ class TerminalHeatMap:
             f"{style.name}: p({display_token(self.record.answer)}) {self.record.clean:.1%} clean, "
             f"{self.record.corrupted:.1%} corrupted"
         )
-        if best := highest_cells(cells, 1):
-            caption += f", up to {cells[best[0]]:.1%} restored"
+        if not np.isnan(cells).all():
+            caption += f", up to {np.nanmax(cells):.1%} restored"
         yield Text(caption, style="dim")
 
 
@@ -141,11 +135,13 @@ MAX_SETTING = 56
 
 def fact_text(record: EditRecord) -> Text:
     """The prompt with its old and new object: "The Eiffel Tower is in Paris → Rome"."""
-    text = Text(printable(f"{record.fact.text} "), style="bold")
-    text.append(printable(record.true or "?"), style=OLD)
-    text.append(" → ")
-    text.append(printable(record.fact.target or ""), style=NEW)
-    return text
+    return Text.assemble(
+        printable(f"{record.fact.text} "),
+        (printable(record.true or "?"), OLD),
+        " → ",
+        (printable(record.fact.target or ""), NEW),
+        style="bold",
+    )
 
 
 def scores_table(record: EditRecord) -> Table:
@@ -192,8 +188,7 @@ def applied_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     columns = ("before", "alone", "together")
     table = _full_width_table("fact", *columns)
     for row in rows:
-        fact = Text(printable(row["text"] + " "))
-        fact.append(printable(row["target"] or ""), style=NEW)
+        fact = Text.assemble(printable(row["text"] + " "), (printable(row["target"] or ""), NEW))
         table.add_row(fact, *(percent(row[name]) for name in columns))
     return table
 

@@ -30,12 +30,10 @@ from factscope.report.figures import (
     severed_figure,
     traces_figure,
 )
-from factscope.report.html import embed_figure, image_uri, render, write_files
+from factscope.report.html import embed_figure, image_uri, render, table_files, write_files
 from factscope.report.labels import KIND_STYLES, display_token, token_labels
 from factscope.report.style import highest_cell, layer_ticks
 from factscope.report.tables import (
-    Table,
-    all_effects_table,
     as_csv,
     effects_table,
     severed_table,
@@ -65,18 +63,19 @@ def write_trace_report(
         raise BadRecord("there are no records to report on; trace some facts first")
     averages = average_kinds(records, pooling=pooling, paper_roles=paper_roles)
     page = trace_run_page(title, records, pooling=pooling, paper_roles=paper_roles)
-    files: list[tuple[str, str | Table | Figure]] = [("index.html", page)]
+    files: list[tuple[str, str | Figure]] = [("index.html", page)]
     if averages:
         files += [
             ("average_heatmaps", average_heatmaps(averages)),
             ("average_lines", average_lines(averages)),
-            ("summary", summary_table(averages)),
-            ("peaks", effects_table(averages)),
-            ("effects.csv", as_csv(all_effects_table(averages))),
+            *table_files("summary", summary_table(averages)),
+            *table_files("peaks", effects_table(averages)),
+            ("effects.csv", as_csv(effects_table(averages, every_layer=True))),
         ]
     if has_severed(records):
         comparison = severed_comparison(records)
-        files += [("severed", severed_figure(comparison)), ("severed", severed_table(comparison))]
+        files += [("severed", severed_figure(comparison))]
+        files += table_files("severed", severed_table(comparison))
     traced = [record for record in records if record.restored]
     files += [(f"facts/{i:04d}", traces_figure(r)) for i, r in enumerate(traced[:single])]
     return write_files(folder, files)

@@ -16,10 +16,10 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from factscope.analysis.estimate import Estimate
 from factscope.errors import BadRecord, BadSetting
 from factscope.records import TrainingRecord
-from factscope.report.html import embed_figure, render, write_files
+from factscope.report.html import embed_figure, render, table_files, write_files
 from factscope.report.labels import dataset_name, editor_name
 from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text, style_axes
-from factscope.report.tables import Marked, Score, Table, as_csv, as_latex, as_markdown
+from factscope.report.tables import Score, Table
 
 COLUMNS = (
     "step", "minutes", "loss ↓", "edit accuracy ↑", "rephrase accuracy ↑", "locality accuracy ↑",
@@ -96,17 +96,12 @@ class TrainingCurve:
 
 def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
     """Write the report and return its files, the page first."""
-    table = training_table(curve)
     names = tuple(field.name for field in fields(TrainingRecord))
     every = tuple(tuple(getattr(e, name) for name in names) for e in curve.evaluations)
-    files = [
-        ("index.html", training_page(curve)),
-        ("table.md", as_markdown(table)),
-        ("table.tex", as_latex(table)),
-        ("table.csv", as_csv(Table("All evaluations", names, every))),
-        ("training", training_figure(curve)),
-    ]
-    return write_files(folder, files)
+    full = Table("All evaluations", names, every)
+    tables = table_files("table", training_table(curve), full=full)
+    figure = ("training", training_figure(curve))
+    return write_files(folder, [("index.html", training_page(curve)), *tables, figure])
 
 
 def training_page(curve: TrainingCurve) -> str:
@@ -138,11 +133,11 @@ def training_table(curve: TrainingCurve) -> Table:
         accuracies = [getattr(evaluation, f"{name}_accuracy") for name in LINES]
         rows.append(
             (
-                Marked(evaluation.step, mark),
-                Marked(round(evaluation.seconds / 60, 1), mark),
-                Marked(round(evaluation.loss, 4), mark),
+                Score(evaluation.step, mark),
+                Score(round(evaluation.seconds / 60, 1), mark),
+                Score(round(evaluation.loss, 4), mark),
                 *(Score(Estimate(accuracy, math.nan, 1), mark) for accuracy in accuracies),
-                Marked(round(evaluation.locality_loss, 4), mark),
+                Score(round(evaluation.locality_loss, 4), mark),
             )
         )
     return Table(curve.title, COLUMNS, tuple(rows), note=NOTE)
