@@ -1,12 +1,16 @@
 """The app: help without torch, default commands, and mistakes in the words."""
 
+import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from factscope.cli.app import COMMANDS, Group, main
 from factscope.cli.flags import Command
+from factscope.cli.output import print_json
 from factscope.editing.settings import EDITORS
 
 
@@ -65,6 +69,22 @@ def test_help_shows_defaults_choices_and_required_flags(run) -> None:
     assert "[default: 3s]" in out
     assert "[required]" in run("evaluate", "--help")[1]
     assert "Print the result as JSON on stdout" in out
+
+
+def test_help_of_a_switch_that_is_on_explains_its_negation(run) -> None:
+    assert "--no-attributes leaves them out" in run("evaluate", "--help")[1]
+    assert "--no-signed does not" in run("edit", "--method", "kn", "--help")[1]
+
+
+def test_methods_are_those_with_settings(run) -> None:
+    assert f"[choices: {', '.join(EDITORS)}]" in run("edit", "--help")[1]
+
+
+def test_json_has_null_for_nan_and_text_for_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"mean": math.nan, "high": math.inf, "files": [Path("a/b")], "text": "é"})
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"mean": None, "high": None, "files": ["a/b"], "text": "é"}
+    assert "é" in out
 
 
 def test_help_lists_the_flags_of_the_chosen_method_and_preset(run) -> None:
@@ -163,7 +183,11 @@ def test_every_flag_is_documented_and_means_one_thing() -> None:
     for words in every_command():
         entry = COMMANDS[words[0]]
         command = entry if isinstance(entry, Command) else entry[words[1]]
-        methods = EDITORS if "method" in command.kind.chosen_by and not command.kind.chosen_first else [None]
+        methods = (
+            EDITORS
+            if "method" in command.kind.chosen_by and not command.kind.chosen_first
+            else [None]
+        )
         for method in methods:
             for name, setting in command.settings({"method": method} if method else {}).items():
                 assert setting.help, (words, name)
