@@ -1,13 +1,22 @@
 """Fact files, and ParaRel's tables."""
 
+import csv
 import gzip
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from factscope.data.readers import everyday_facts, pararel_facts, read_facts
+from factscope.data.readers import (
+    FactsFile,
+    everyday_facts,
+    pararel_facts,
+    read_cases,
+    read_facts,
+)
 from factscope.errors import BadFact
 from factscope.facts import Fact
 
@@ -175,6 +184,110 @@ def test_a_damaged_gzip(tmp_path: Path, damage: str) -> None:
     path.write_bytes(data)
     with pytest.raises(BadFact, match="cannot read"):
         read_facts(path)
+
+
+# ---- tables
+
+ROWS = [
+    ["subject", "prompt", "target", "id", "note"],
+    ["The Eiffel Tower", "{} is in", "Paris", "eiffel", ""],
+    ["Space Needle", 'The Space Needle, a "tower", is in', "", "", "no target"],
+]
+FACTS = (
+    Fact(subject="The Eiffel Tower", prompt="{} is in", target="Paris", id="eiffel"),
+    Fact(subject="Space Needle", prompt='The {}, a "tower", is in', target=None, id="3"),
+)
+
+
+def table(delimiter: str = ",", end: str = "\r\n") -> str:
+    """ROWS as spreadsheets write them."""
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter, lineterminator=end).writerows(ROWS)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    ("name", "delimiter"),
+    [("facts.csv", ","), ("facts.csv", ";"), ("FACTS.TSV", "\t"), ("facts.tsv.gz", "\t")],
+)
+def test_tables_of_spreadsheets(tmp_path: Path, name: str, delimiter: str, encoding: str) -> None:
+    data = table(delimiter).encode(encoding)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read_facts(path) == FactsFile(facts=FACTS, problems=())
+
+
+def test_byte_order_mark_in_json(tmp_path: Path) -> None:
+    path = tmp_path / "facts.jsonl"
+    path.write_bytes(json.dumps(TOWER).encode("utf-8-sig"))
+    assert read_facts(path).facts[0].target == "Paris"
+
+
+def test_spaces_and_capitals_in_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "facts.csv"
+    path.write_text('\nSubject , Prompt, TARGET\n Oslo , "Oslo, that is in", Norway \n,,\n\n')
+    [fact] = read_facts(path).facts
+    assert (fact.text, fact.target, fact.id) == ("Oslo, that is in", "Norway", "3")
+
+
+def test_case_lists_are_repeated_columns(tmp_path: Path) -> None:
+    path = tmp_path / "cases.csv"
+    path.write_text(
+        "subject,prompt,to,true,paraphrases,paraphrases,neighbours\n"
+        "Oslo,{} is in,Peru,Norway,Where is Oslo? In,Oslo lies in,Bergen is in\n"
+        "Lima,{} is in,Chad,,Lima lies in,,\n"
+    )
+    oslo, lima = read_cases(path).cases
+    assert (oslo.fact.target, oslo.true) == ("Peru", "Norway")
+    assert oslo.paraphrases == ("Where is Oslo? In", "Oslo lies in")
+    assert oslo.neighbours == ("Bergen is in",)
+    assert (lima.true, lima.paraphrases, lima.neighbours) == (None, ("Lima lies in",), ())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("Oslo, the capital,{} is in,Norway", "4 cells under 3 columns; .* double quotes"),
+        ('Oslo,"{} is in" the country,', "expected after '\"'"),
+        (",{} is in,Norway", "'subject' is missing or empty"),
+        ("Oslo,{} and {} are in,Norway", "must have"),
+    ],
+)
+def test_broken_row_is_reported_with_its_line(tmp_path: Path, row: str, words: str) -> None:
+    path = tmp_path / "facts.csv"
+    path.write_text(
+        f'subject,prompt,target\n"Rome","{{}} is\nin",Italy\n{row}\nLima,{{}} is in,Peru'
+    )
+    file = read_facts(path)
+    assert [fact.target for fact in file.facts] == ["Italy", "Peru"]
+    [problem] = file.problems
+    assert problem.startswith("facts.csv, line 4: ")
+    assert re.search(words, problem)
+
+
+def test_quote_that_never_ends_is_reported_where_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / "facts.csv"
+    path.write_text('subject,prompt\nRome,{} is in\nOslo,"{} is in\nLima,{} is in\n')
+    assert read_facts(path).problems[0].startswith("facts.csv, line 3: unexpected end of data")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        ("subject,prompt\n", "it is empty"),
+        ("subject,text\nOslo,x", r"line 1: no column 'prompt' in the header; .*subject, text"),
+        ("subject,prompt,prompt\na,b,c", "line 1: two columns are named 'prompt'"),
+        ('{"subject": "Oslo", "prompt": "{} is in"}', "line 1"),
+    ],
+)
+def test_table_without_facts(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "facts.csv"
+    path.write_text(text)
+    with pytest.raises(BadFact, match=words) as caught:
+        read_facts(path)
+    assert str(path) in str(caught.value)
 
 
 # ---- ParaRel

@@ -1,4 +1,4 @@
-"""Read facts and cases from files, plain or gzipped: JSON lists or JSON lines.
+"""Read facts and cases from files, plain or gzipped: JSON lists, JSON lines, CSV or TSV.
 
 A record of a fact has a `subject` and a `prompt`, either a template with "{}" for the subject or a
 text that contains it. Its object is `target`, `attribute` (known_1000) or `target_true`; its id is
@@ -9,11 +9,17 @@ lists of texts `paraphrases`, `neighbours`, `neighbour_answers`, `attributes` an
 The names of CounterFact and of EasyEdit's condensed CounterFact work, too. A zsRE record is
 recognised by its fields.
 
+A CSV or TSV file has a header with these names; a list of texts is several columns of one name.
+CSV cells are separated by commas or, as some spreadsheets write them, by semicolons.
+
 ParaRel is two tables: relation → pairs of subject and object, and relation → patterns with [X]
 and [Y]. The package includes facts, cases and text templates.
 """
 
+import codecs
+import csv
 import gzip
+import io
 import json
 import tomllib
 import zlib
@@ -41,6 +47,7 @@ LISTS = {
     "neighbour_answers": ("neighbour_answers",),
 }
 """Field of a case → its names in the formats."""
+LIST_NAMES = {name for names in LISTS.values() for name in names}
 ZSRE_FIELDS = ("src", "answers", "loc", "loc_ans")
 
 
@@ -74,10 +81,13 @@ def read_cases(path: Path) -> CasesFile:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, plain or .gz."""
+    """The text of a file, plain or .gz: UTF-8, or UTF-16 with a byte order mark."""
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        # Spreadsheets write a byte order mark, and "Unicode text" as UTF-16.
+        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return data.decode("utf-16" if utf16 else "utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise BadFact(f"cannot read {path}: {error}") from error
 
@@ -97,20 +107,83 @@ def _read_records(
     parsed: list[T] = []
     problems: list[str] = []
     text = read_text(path)
-    is_list = text.lstrip().startswith("[")
-    hint = "; write a list of records, or one record per line"
-    records = parse_json(text, f"{path} is ", hint) if is_list else text.split("\n")
-    for number, record in enumerate(records, start=1):
-        if not is_list and not record.strip():
-            continue
+    is_list = False
+    if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv")):
+        records = _table_rows(path, text)
+    elif is_list := text.lstrip().startswith("["):
+        hint = "; write a list of records, or one record per line"
+        records = enumerate(parse_json(text, f"{path} is ", hint), start=1)
+    else:
+        records = _json_lines(text)
+    for number, record in records:
         try:
-            parsed.append(parse(record if is_list else parse_json(record), number))
+            if isinstance(record, BadFact):
+                raise record
+            parsed.append(parse(record, number))
         except BadFact as error:
             problems.append(f"{path.name}, {'record' if is_list else 'line'} {number}: {error}")
     if not parsed:
         shown = "; ".join(problems[:3]) or "it is empty"
         raise BadFact(f"{path} has no usable fact: {shown}")
     return tuple(parsed), tuple(problems)
+
+
+def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
+    """The number and the record of each line, or an error in its place."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except BadFact as error:
+                yield number, error
+
+
+def _table_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any] | BadFact]]:
+    """The first line and the record of each row of a CSV or TSV, or an error in its place."""
+    delimiter = max(",;", key=text.lstrip().partition("\n")[0].count)
+    if path.name.lower().removesuffix(".gz").endswith(".tsv"):
+        delimiter = "\t"
+    # If not strict, csv drops the quotes of `"Heroes" is a song by` without an error.
+    lines = io.StringIO(text, newline="")
+    rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    header: list[str] = []
+    while True:
+        number = rows.line_num + 1
+        try:
+            cells = [cell.strip() for cell in next(rows)]
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, BadFact(f"{error}; write a quote inside a quoted text twice")
+            continue
+        if not any(cells):
+            continue
+        if not header:
+            header = [name.lower() for name in cells]
+            _check_header(path, number, header)
+        elif len(cells) > len(header):
+            advice = f"put a text that contains {delimiter!r} into double quotes"
+            error = BadFact(f"{len(cells)} cells under {len(header)} columns; {advice}")
+            yield number, error
+        else:
+            record: dict[str, Any] = {}
+            for name, cell in zip(header, cells, strict=False):
+                if cell and name in LIST_NAMES:
+                    record.setdefault(name, []).append(cell)
+                elif cell:
+                    record[name] = cell
+            yield number, record
+
+
+def _check_header(path: Path, number: int, header: list[str]) -> None:
+    """Raise BadFact for a header without subject and prompt, or with a name twice."""
+    columns = f"its columns are {', '.join(header)}"
+    for name in ("subject", "prompt"):
+        if name not in header:
+            raise BadFact(f"{path}, line {number}: no column {name!r} in the header; {columns}")
+    for name in header:
+        if name and name not in LIST_NAMES and header.count(name) > 1:
+            raise BadFact(f"{path}, line {number}: two columns are named {name!r}; {columns}")
 
 
 # ---- records
