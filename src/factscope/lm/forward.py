@@ -13,21 +13,20 @@ from torch import Tensor, nn
 from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.lm.model import LM
 
+_signature = cache(inspect.signature)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCache:
     """The activations of a forward pass over rows of tokens."""
 
-    inputs: Float[Tensor, "row token width"]
-    """The states before the first block."""
-    states: list[Float[Tensor, "row token width"]]
-    """h: each block's output."""
+    inputs: Float[Tensor, "row token width"]  # the states before the first block
+    states: list[Float[Tensor, "row token width"]]  # h: each block's output
     contributions: dict[str, list[Float[Tensor, "row token width"]]]
     """a ("attn") and m ("mlp") of each layer, if requested."""
     keys: list[Float[Tensor, "row head token dim"]]
     values: list[Float[Tensor, "row head token dim"]]
-    block_args: list[dict[str, Any]]
-    """The arguments that each block received, by name."""
+    block_args: list[dict[str, Any]]  # the arguments that each block received, by name
 
     def with_half_keys(self) -> "ActivationCache":
         """The same with keys and values in float16."""
@@ -81,7 +80,7 @@ def forward(
         contributions[name].append(out.clone().view(rows, length, -1))
 
     def record_args(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = _signature(type(block)).bind(block, *args, **kwargs).arguments
+        bound = _signature(type(block).forward).bind(block, *args, **kwargs).arguments
         bound.pop("self")
         extra = bound.pop("kwargs", {})
         block_args.append({**bound, **extra})
@@ -108,11 +107,6 @@ def forward(
         values=[layer.values for layer in layers],
         block_args=block_args,
     )
-
-
-@cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(kind.forward)
 
 
 @torch.no_grad()

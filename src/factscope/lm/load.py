@@ -119,8 +119,7 @@ def _target(device: str | torch.device, device_map: Any) -> torch.device | None:
 def _read(hub_id: str, folder: Path | None, **options: Any) -> tuple[Any, Any]:
     """The model and tokenizer of a folder, or of a hub id if there is none."""
     if folder is None:
-        # A model in the hub's cache is used without a request: runs are repeatable and work
-        # offline.
+        # A model in the hub's cache needs no request: runs are repeatable and work offline.
         try:
             return _from_pretrained(hub_id, local_files_only=True, **options)
         except torch.OutOfMemoryError:

@@ -26,16 +26,12 @@ from factscope.lm.model import LM
 class PackedView:
     """Which tokens of which rows a packed batch holds."""
 
-    row: Int[Tensor, " packed"]
-    """The row of the first run that each packed row belongs to."""
-    position: Int[Tensor, "packed slot"]
-    """The token in each slot; 0 in an empty one."""
+    row: Int[Tensor, " packed"]  # the row of the first run that each packed row belongs to
+    position: Int[Tensor, "packed slot"]  # the token in each slot; 0 in an empty one
     start: Int[Tensor, "packed slot"]
     """First token of the slot's segment: the slot sees the row's keys left of it; -1 if empty."""
-    past: int
-    """How many of a row's keys and values the packed rows get."""
-    complete: bool = False
-    """Whether packed row i is known to belong to row i, for every row."""
+    past: int  # how many of a row's keys and values the packed rows get
+    complete: bool = False  # whether packed row i is known to belong to row i, for every row
 
     @classmethod
     def whole(cls, rows: int, length: int, device: torch.device) -> "PackedView":

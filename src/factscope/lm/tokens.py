@@ -17,10 +17,8 @@ class Prompt:
     """A tokenized text."""
 
     ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
-    """Each token's characters as [start, stop); empty for a special token."""
-    texts: tuple[str, ...]
-    """Each token's characters, or the name of a special token, for display."""
+    offsets: tuple[tuple[int, int], ...]  # characters as [start, stop); empty for special tokens
+    texts: tuple[str, ...]  # characters, or the name of a special token, for display
 
     def __len__(self) -> int:
         return len(self.ids)

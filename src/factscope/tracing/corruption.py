@@ -29,8 +29,7 @@ MIN_FACTS = 20
 class NoiseScale:
     """Size and shape of a model's embeddings."""
 
-    sigma: float
-    """Standard deviation over all entries of the subjects' token embeddings."""
+    sigma: float  # standard deviation over all entries of the subjects' token embeddings
     mean: Float64[np.ndarray, " width"] | None = None
     """μ of the token embeddings, for `embedding` noise."""
     spread: Float64[np.ndarray, "width width"] | None = None

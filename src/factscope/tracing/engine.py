@@ -114,7 +114,8 @@ def propagate(
         for first in range(0, started, at_once):
             batch = pending[first : min(started, first + at_once)]
             hidden = batch.flatten(0, 1)
-            hooks = _interventions(lm, run, packed, restoration, layer, first, len(batch))
+            cells = range(first, first + len(batch))
+            hooks = _interventions(lm, run, packed, restoration, layer, cells)
             with hook_outputs(*hooks):
                 output = lm.blocks[layer](hidden, **replay.arguments(layer, hidden))
             output = output[0] if isinstance(output, tuple) else output
@@ -151,10 +152,9 @@ def _interventions(
     packed: "PackedSegments",
     restoration: Restoration,
     layer: int,
-    first: int,
-    count: int,
+    cells: range,
 ) -> list[tuple[nn.Module, Callable[[Tensor], None]]]:
-    """Hooks for a block call on `count` cells from `first` on: they restore and freeze outputs."""
+    """Hooks that restore and freeze module outputs in a block call on some layers' cells."""
     view = packed.view
 
     def overwrite(
@@ -165,7 +165,7 @@ def _interventions(
         index = tuple(w if isinstance(w, slice) else w.to(values.device) for w in where)
 
         def put(out: Tensor) -> None:
-            out.view(count, *view.position.shape, -1)[index] = values
+            out.view(len(cells), *view.position.shape, -1)[index] = values
 
         return lm.contribution(module, layer), put
 
@@ -174,15 +174,12 @@ def _interventions(
         hooks = [overwrite(restoration.sever, view.row[:, None], view.position, slice(None))]
     elif restoration.sever is not None:
         hooks = [overwrite(restoration.sever, packed.row, packed.token, slice(None), *restored)]
-    active = [
-        i - first
-        for i in range(first, first + count)
-        if restoration.windows[i][0] <= layer < restoration.windows[i][1]
-    ]
+    windows = [restoration.windows[cell] for cell in cells]
+    active = [i for i, (start, stop) in enumerate(windows) if start <= layer < stop]
     if restoration.kind != "states" and active:
         # Windows of consecutive cells differ by one layer, so the active cells are a range.
-        cells = slice(active[0], active[-1] + 1)
-        hooks.append(overwrite(restoration.kind, packed.clean, packed.token, cells, *restored))
+        which = slice(active[0], active[-1] + 1)
+        hooks.append(overwrite(restoration.kind, packed.clean, packed.token, which, *restored))
     return hooks
 
 
