@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
+from factscope.errors import (
+    BadModelFile,
+    BadSetting,
+    DownloadFailed,
+    FolderInUse,
+    HashMismatch,
+)
 from factscope.io import (
     STALE,
     atomic_path,
     cache_folder,
+    check_output_file,
+    check_output_folder,
     fetch_url,
     fetch_wheel,
+    locked,
     scratch_folder,
     sha256,
     unpack_member,
@@ -289,3 +298,134 @@ def test_write_atomic_makes_the_folder_and_keeps_the_old_file_on_failure(tmp_pat
         write_atomic(path, 3)  # pyright: ignore[reportArgumentType]
     assert path.read_bytes() == b"\x00"
     assert contents(path.parent) == ["file"]
+
+
+def loop(folder: Path) -> Path:
+    """A symbolic link to itself."""
+    link = folder / "loop"
+    link.symlink_to(link)
+    return link
+
+
+def test_output_checks_accept_what_can_be_written_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_text("old")
+    before = contents(tmp_path)
+    check_output_file(str(tmp_path / "old.txt"))
+    check_output_file(tmp_path / "new" / "folder" / "x.txt")
+    check_output_folder(tmp_path)
+    check_output_folder(str(tmp_path / "new" / "folder"))
+    assert contents(tmp_path) == before
+    assert (tmp_path / "old.txt").read_text() == "old"
+
+
+def test_check_output_file_refuses_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    before = contents(tmp_path)
+    bad: list[tuple[str | Path, str]] = [
+        (tmp_path, "which is a folder; give a file name"),
+        ("/dev/null", "not a regular file"),
+        ("/proc/x.edit", "cannot be written"),
+        ("/proc/self/x/y.edit", "cannot be written"),
+        (tmp_path / "file" / "x.edit", "file is not a folder"),
+        (tmp_path / "file" / "deeper" / "x.edit", "file is not a folder"),
+        (tmp_path / ("long" * 100), "File name too long"),
+        (tmp_path / "null\0", "null"),
+        (tmp_path / "\udcff\ud800", "surrogates"),
+    ]
+    for path, words in bad:
+        with pytest.raises(BadSetting, match=f"--figure is .*{words}"):
+            check_output_file(path, "--figure")
+    assert contents(tmp_path) == before
+    link = loop(tmp_path)
+    with pytest.raises(BadSetting, match="not a regular file"):
+        check_output_file(link)
+    with pytest.raises(BadSetting, match="loop is not a folder"):
+        check_output_file(link / "x.edit")
+
+
+def test_check_output_folder_refuses_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, words in [
+        (tmp_path / "file", "which is a file; give a folder"),
+        (tmp_path / "file" / "run", "file is not a folder"),
+        (Path("/proc"), "cannot be written"),
+        (Path("/proc/run"), "cannot be written"),
+        (loop(tmp_path), "not a folder"),
+    ]:
+        with pytest.raises(BadSetting, match=f"--out is .*{words}"):
+            check_output_folder(path)
+    assert contents(tmp_path) == ["file", "loop"]
+
+
+def test_output_checks_refuse_read_only_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise OSError(30, "Read-only file system")
+
+    (tmp_path / "old").write_text("")
+    monkeypatch.setattr("tempfile.mkdtemp", fail)  # permissions do not stop root
+    for check in (check_output_file, check_output_folder):
+        with pytest.raises(BadSetting, match="Read-only file system"):
+            check(tmp_path / "new")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(BadSetting, match="which is read-only"):
+        check_output_file(tmp_path / "old")
+
+
+HOLD = """
+import sys
+from factscope.io import locked
+with locked(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_locked_names_the_process_that_uses_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(FolderInUse, match=f"run is in use by process {other.pid} on "):
+            locked(folder).__enter__()
+        other.kill()
+        other.wait()
+    assert contents(folder) == [".lock"]  # left by the killed process; it does not count
+    with locked(folder):
+        pass
+    assert contents(folder) == []
+
+
+def test_locked_refuses_a_second_use_in_one_process_and_ends_with_its_block(
+    tmp_path: Path,
+) -> None:
+    with locked(tmp_path), pytest.raises(FolderInUse, match=str(os.getpid())), locked(tmp_path):
+        pass
+    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        raise ZeroDivisionError
+    with locked(tmp_path):
+        assert contents(tmp_path) == [".lock"]
+    assert contents(tmp_path) == []
+
+
+def test_locked_retries_when_the_last_owner_deletes_the_lock_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a process could lock a deleted file while another locks the new one."""
+    import factscope.io
+
+    lock, calls = factscope.io._lock, []
+
+    def late(file: int) -> None:
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(file)
+        lock(file)
+
+    monkeypatch.setattr("factscope.io._lock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2
+        assert contents(tmp_path) == [".lock"]

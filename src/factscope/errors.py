@@ -1,7 +1,7 @@
 """All errors as one tree. Catch `FactscopeError` for any of them.
 
 FactscopeError: a run failed (exit code 1)
-├── DidNotConverge, UnsafeEdit, OutOfMemory, ServerBusy, RunInterrupted
+├── DidNotConverge, UnsafeEdit, OutOfMemory, ServerBusy, RunInterrupted, FolderInUse
 └── BadInput: the input or a setting cannot be used (exit code 2)
     ├── BadFact, with SubjectNotFound and PromptTooLong
     ├── BadSetting, DataNotFound, DownloadFailed, HashMismatch
@@ -38,6 +38,10 @@ class ServerBusy(FactscopeError):
 
 class RunInterrupted(FactscopeError):
     """A run cannot continue; the same command resumes it."""
+
+
+class FolderInUse(FactscopeError):
+    """Another process writes to the folder."""
 
 
 class BadInput(FactscopeError):

@@ -1,15 +1,17 @@
-"""Atomic files and folders, checked downloads, and the cache folder.
+"""Atomic files, checks of output paths, folder locks, checked downloads, and the cache folder.
 
 A file written here appears complete or not at all, also when the process is killed. A download is
 used only if its SHA-256 is the expected one.
 """
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,13 @@ from pathlib import Path
 
 import platformdirs
 
-from factscope.errors import BadModelFile, DownloadFailed, HashMismatch
+from factscope.errors import (
+    BadModelFile,
+    BadSetting,
+    DownloadFailed,
+    FolderInUse,
+    HashMismatch,
+)
 from factscope.progress import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -76,6 +84,126 @@ def _remove_stale(parent: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- checks of output paths, before the work
+
+
+def check_output_file(path: str | Path, flag: str = "-o") -> None:
+    """Raise BadSetting if the file cannot be written later; leave nothing behind."""
+    with _naming_output(path, flag):
+        path = Path(path)
+        if os.path.lexists(path) and not path.is_file():
+            what = "a folder" if path.is_dir() else "not a regular file"
+            raise BadSetting(f"{flag} is {str(path)!r}, which is {what}; give a file name")
+        if path.is_file() and not os.access(path, os.W_OK):
+            raise BadSetting(f"{flag} is {str(path)!r}, which is read-only; give another file")
+        _try_writing(path)
+
+
+def check_output_folder(path: str | Path, flag: str = "--out") -> None:
+    """Raise BadSetting if files cannot be written to the folder later; leave nothing behind."""
+    with _naming_output(path, flag):
+        path = Path(path)
+        if os.path.lexists(path) and not path.is_dir():
+            what = "a file" if path.is_file() else "not a folder"
+            raise BadSetting(f"{flag} is {str(path)!r}, which is {what}; give a folder")
+        _try_writing(path / "file")
+
+
+@contextlib.contextmanager
+def _naming_output(path: str | Path, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null byte or a lone surrogate
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadSetting(
+            f"{flag} is {str(path)!r}, which cannot be written ({reason}); choose another place"
+        ) from error
+
+
+def _try_writing(path: Path) -> None:
+    """Create the file's missing folders and the file in a temporary folder beside them.
+
+    Only an attempt shows whether it works: root may write to read-only modes, and /proc and
+    read-only file systems look writable.
+    """
+    parent = path.parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise NotADirectoryError(0, f"{parent} is not a folder")
+    with tempfile.TemporaryDirectory(prefix=".", suffix=PARTIAL, dir=parent) as temporary:
+        trial = Path(temporary) / path.relative_to(parent)
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        trial.touch()
+
+
+# ---- locks
+
+LOCK = ".lock"
+"""File in a locked folder: names the process that uses it."""
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Lock a folder (created if missing) for one process; raise FolderInUse if it is locked.
+
+    The operating system releases the lock when the process ends, also when it is killed.
+    """
+    path = Path(folder) / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(file)
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                break
+            os.close(file)  # the last owner deleted the file after this process opened it
+        except BaseException as error:
+            owner = os.read(file, 200).decode(errors="replace").strip()
+            os.close(file)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise FolderInUse(
+                f"{folder} is in use by {owner or 'another process'}; wait until it ends, or give "
+                "another folder"
+            ) from None
+    try:
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        if sys.platform == "win32":  # cannot delete an open file, also not another process's
+            os.close(file)
+            with contextlib.suppress(OSError):
+                path.unlink()
+        else:  # delete before the lock is released: afterwards the file may be another process's
+            path.unlink(missing_ok=True)
+            os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Lock an open file, or raise BlockingIOError."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(file, 4096, os.SEEK_SET)  # behind the text: a locked byte cannot be read
+        try:
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError from error
+        finally:
+            os.lseek(file, 0, os.SEEK_SET)
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        log.warning("This file system has no locks: never run two processes on one folder.")
 
 
 # ---- downloads
