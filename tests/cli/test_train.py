@@ -104,6 +104,7 @@ def test_report_of_a_training_run(run: Run, model: Path, data: Path, tmp_path: P
     assert not Path("none").exists()
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_ray_gives_the_same_records(run: Run, model: Path, data: Path) -> None:
     pytest.importorskip("ray")
     command = ("train", "mend", "--model", model, "--data", data, *QUICK, "--rank", 4, "--out", "w")
