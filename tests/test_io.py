@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from factscope.errors import (
+    BadInput,
     BadModelFile,
     BadSetting,
     DownloadFailed,
@@ -28,6 +29,8 @@ from factscope.io import (
     fetch_url,
     fetch_wheel,
     locked,
+    parse_json,
+    read_json,
     scratch_folder,
     sha256,
     unpack_member,
@@ -429,3 +432,37 @@ def test_locked_retries_when_the_last_owner_deletes_the_lock_file(
     with locked(tmp_path):
         assert len(calls) == 2
         assert contents(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"a": {"b": [0.5, NaN]}}', r"a\.b\[1\] is nan"),
+        (b'{"a": -Infinity}', "a is -inf"),
+        (b'{"a": 1e999}', "a is inf"),
+        (b'{"a": "\\ud800 x"}', "a has a lone surrogate"),
+        (b'{"\\udc00": 1}', "a field name has a lone surrogate"),
+        (b'{\n"a": "\xff"}', "line 2: the byte 0xff is not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": 1,\n', "line 2"),
+        (b"\x00\x01\x02", "Expecting value"),
+    ],
+)
+def test_json_that_cannot_be_used_is_refused_with_its_place(
+    text: bytes, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_json(text)
+    path = tmp_path / "values.json"
+    path.write_bytes(text)
+    with pytest.raises(BadInput, match=rf"values\.json: .*{words}"):
+        read_json(path)
+
+
+def test_json_with_escapes_and_large_numbers_is_read() -> None:
+    assert parse_json(b'{"a": "\\ud83d\\ude00 \xc3\xa9", "NaN": 1e300}') == {
+        "a": "😀 é",
+        "NaN": 1e300,
+    }
+    assert parse_json("\ufeff[1]".encode()) == [1]
+    assert parse_json("[NaN]", allow_nan=True)[0] != 0

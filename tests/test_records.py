@@ -1,6 +1,8 @@
 """Records: a round trip through JSON, and lines of other versions of the format."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,11 @@ from factscope.records import (
     PromptChange,
     PromptScore,
     TraceRecord,
+    TrainingRecord,
     read_case_records,
+    read_trace_records,
+    read_training_records,
+    write_records,
 )
 
 FACT = Fact(subject="Ann", prompt="{} speaks", target="Thai", id="7")
@@ -114,3 +120,59 @@ def test_a_record_of_another_kind_is_refused() -> None:
         TraceRecord.from_json(OLD_CASE)
     with pytest.raises(BadRecord, match=r"not a record of kind 'edit' .*kind is None"):
         EditRecord.from_json(OLD_TRACE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_not_written(value: float) -> None:
+    bad = replace(SCORES, prompts={"prompt": (replace(SCORES.prompts["prompt"][0], new=value),)})
+    with pytest.raises(BadRecord, match=rf"'case'.*after\.prompts\.prompt\[0\]\.new is {value}"):
+        replace(CASE, after=bad).to_json()
+    with pytest.raises(BadRecord, match=f"'trace'.*: corrupted is {value}"):
+        replace(TRACE, corrupted=value).to_json()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"corrupted": 0.1', b'"corrupted": NaN', "corrupted is nan"),
+        (b"[0.5, null]", b"[0.5, 1e999]", r"restored\.states\[0\]\[1\] is inf"),
+        (b"[0.5, null]", b"[0.5, NaN]", r"restored\.states\[0\]\[1\] is nan"),
+        (b'"tiny"', b'"\\ud800"', "model has a lone surrogate"),
+        (b'"tiny"', b'"\xff\xfe"', "the byte 0xff is not UTF-8"),
+        (b'"window": 10', b'"window": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_damaged_record_is_refused_with_its_line_and_field(
+    old: bytes, new: bytes, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "records.jsonl"
+    line = TRACE.to_json().encode()
+    assert old in line
+    path.write_bytes(line + b"\n" + line.replace(old, new) + b"\n")
+    with pytest.raises(BadRecord, match=rf"records\.jsonl, line 2: .*{words}"):
+        list(read_trace_records(path))
+
+
+def test_a_binary_file_of_records_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(BadRecord, match=r"records\.jsonl, line 1: not a record of kind 'trace'"):
+        list(read_trace_records(path))
+
+
+def test_a_diverged_loss_is_null_in_the_file_and_nan_when_read(tmp_path: Path) -> None:
+    names = (
+        "seconds", "unedited_loss", "edit_loss", "rephrase_loss", "locality_loss",
+        "edit_accuracy", "rephrase_accuracy", "locality_accuracy",
+    )  # fmt: skip
+    numbers = dict.fromkeys(names, 0.5)
+    record = TrainingRecord(step=1, train_loss=None, loss=math.nan, **numbers)
+    path = tmp_path / "records.jsonl"
+    write_records(path, [record])
+    assert '"loss": null' in path.read_text()
+    assert "NaN" not in path.read_text()
+    with path.open("a") as file:  # as earlier versions wrote it
+        file.write(path.read_text().replace('"loss": null', '"loss": NaN'))
+    for read in read_training_records(path):
+        assert math.isnan(read.loss)
+        assert replace(read, loss=0.0) == replace(record, loss=0.0)

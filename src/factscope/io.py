@@ -1,4 +1,4 @@
-"""Atomic files, checks of output paths, folder locks, checked downloads, and the cache folder.
+"""Files: atomic writes, strict JSON, checks of output paths, locks, checked downloads, the cache.
 
 A file written here appears complete or not at all, also when the process is killed. A download is
 used only if its SHA-256 is the expected one.
@@ -8,8 +8,11 @@ import contextlib
 import errno
 import hashlib
 import http.client
+import json
 import logging
+import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,10 +24,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 from factscope.errors import (
+    BadInput,
     BadModelFile,
     BadSetting,
     DownloadFailed,
@@ -84,6 +89,60 @@ def _remove_stale(parent: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- JSON
+
+SUSPECT = re.compile(r"NaN|Infinity|[eE]\+?\d{3}|\d{309}|\\u[dD][89a-fA-F]")
+"""May be a number that is not finite, or half a surrogate pair; only then every value is checked."""
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; raise BadInput with its name if it is not strict JSON."""
+    try:
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot read {path}: {error}") from error
+
+
+def parse_json(data: str | bytes, *, allow_nan: bool = False) -> Any:
+    """The value of a JSON text. Raise ValueError if it cannot be parsed or written as UTF-8 again.
+
+    Besides bad syntax, that is NaN and infinity, lone surrogates, bytes that are not UTF-8, and
+    nesting too deep to parse.
+    """
+    try:
+        text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        where = f"line {line}: " if line > 1 else ""
+        byte = error.object[error.start]
+        raise ValueError(f"{where}the byte 0x{byte:02x} is not UTF-8 text") from error
+    try:
+        value = json.loads(text)
+        if SUSPECT.search(text) or not text.isascii():
+            check_json(value, allow_nan=allow_nan)
+        return value
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def check_json(value: Any, name: str = "", *, allow_nan: bool = False) -> None:
+    """Raise ValueError with the field's name for NaN, infinity and lone surrogates."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_json(key, "a field name")
+            check_json(item, f"{name}.{key}" if name else key, allow_nan=allow_nan)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_json(item, f"{name}[{i}]", allow_nan=allow_nan)
+    elif isinstance(value, float) and not math.isfinite(value) and not allow_nan:
+        raise ValueError(f"{name or 'the value'} is {value}")
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name or 'the value'} has a lone surrogate: {value!r}") from error
 
 
 # ---- checks of output paths, before the work

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
-from factscope.io import write_atomic
+from factscope.io import check_json, parse_json, write_atomic
 
 VERSION = 2  # of the record format
 
@@ -50,18 +50,32 @@ class Record:
     """A result of a run: one line of JSON."""
 
     KIND: ClassVar[str]
-    ALLOW_NAN: ClassVar[bool] = False
+    NAN_AS_NULL: ClassVar[bool] = False
+    """Whether a number that is not finite is valid, and written as null."""
 
     def to_json(self) -> str:
-        """The record as one line of JSON."""
-        fields = {"kind": self.KIND, "version": VERSION, **dataclasses.asdict(self)}
-        return json.dumps(fields, ensure_ascii=False, allow_nan=self.ALLOW_NAN)
+        """The record as one line of JSON; NaN and infinity are refused."""
+        values = dataclasses.asdict(self)
+        if self.NAN_AS_NULL:
+            values = {
+                name: None if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in values.items()
+            }
+        try:
+            check_json(values)
+        except ValueError as error:
+            raise BadRecord(
+                f"a record of kind {self.KIND!r} cannot be written: {error}; load the model with "
+                "--dtype float32, or use less extreme settings"
+            ) from error
+        fields = {"kind": self.KIND, "version": VERSION, **values}
+        return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls: "type[R]", line: str) -> "R":
-        """Parse one line of JSON."""
+    def from_json(cls: "type[R]", line: str | bytes) -> "R":
+        """Parse one line of JSON; NaN and infinity are refused."""
         try:
-            fields = json.loads(line)
+            fields = parse_json(line, allow_nan=cls.NAN_AS_NULL)
             version = fields.pop("version", 1)
             if version not in range(1, VERSION + 1):
                 raise BadRecord(
@@ -78,9 +92,8 @@ class Record:
                 fields["fact"] = Fact(**fields["fact"])
             return cls(**cls._parse(fields))
         except (ValueError, KeyError, TypeError, AttributeError, BadFact) as error:
-            raise BadRecord(
-                f"not a record of kind {cls.KIND!r} ({error}): {line[:80]!r}"
-            ) from error
+            start = line[:80] if isinstance(line, str) else line[:80].decode(errors="replace")
+            raise BadRecord(f"not a record of kind {cls.KIND!r} ({error}): {start!r}") from error
 
     @classmethod
     def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +228,7 @@ class EditRecord(Record):
     """The editor's settings, defaults included."""
 
     @property
-    def own(self) -> PromptChange:
+    def fact_prompt(self) -> PromptChange:
         """The fact's own prompt."""
         return self.prompts[0]
 
@@ -329,7 +342,7 @@ class TrainingRecord(Record):
     """One evaluation of a hypernetwork in training: means over the validation examples."""
 
     KIND = "training"
-    ALLOW_NAN = True  # a diverged loss is NaN
+    NAN_AS_NULL = True  # a diverged loss is NaN
 
     step: int
     seconds: float  # training time so far, without interruptions
@@ -342,6 +355,13 @@ class TrainingRecord(Record):
     edit_accuracy: float  # how often every token of the new object is the most likely one
     rephrase_accuracy: float  # the same for a paraphrase of the prompt
     locality_accuracy: float  # fraction of most likely tokens unchanged on the locality prompt
+
+    @classmethod
+    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: math.nan if value is None and name != "train_loss" else value
+            for name, value in fields.items()
+        }
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
@@ -372,7 +392,7 @@ def read_training_records(path: Path) -> Iterator[TrainingRecord]:
 def _read(path: Path, kind: type[R], command: str) -> Iterator[R]:
     if not path.is_file():
         raise BadRecord(f"no records at {path}; `{command}` writes them")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield kind.from_json(line)

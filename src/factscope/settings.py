@@ -23,6 +23,7 @@ import builtins
 import difflib
 import inspect
 import math
+import numbers
 import operator
 import re
 import sys
@@ -33,7 +34,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -41,6 +42,9 @@ from factscope.errors import BadSetting
 
 T = TypeVar("T")
 Pair = tuple[int, int]
+
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+"""A random seed; numpy takes no others."""
 
 KINDS: dict[Any, str] = {
     int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false",
@@ -95,7 +99,7 @@ class Setting:
         return self.flag.name or self.path[-1].replace("_", "-")
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name in messages."""
         return self.name.upper() if self.flag.positional else f"--{self.name}"
 
@@ -153,13 +157,13 @@ class Setting:
             value = self._values(given)
         number = value[0] if self.flag.also else value
         if not _within(number, self.limits):
-            raise self.bad(number, _range_advice(self.limits))
+            raise self.bad(number, self.expected)
         return value
 
     def bad(self, given: Any, advice: str) -> BadSetting:
         """The error for a value that cannot be used."""
         value = ", ".join(map(repr, given)) if isinstance(given, list | tuple) else repr(given)
-        return BadSetting(f"{self.shown} is {value}; {advice}")
+        return BadSetting(f"{self.display_name} is {value}; {advice}")
 
     def _values(self, given: Any) -> Any:
         words = list(given) if isinstance(given, list | tuple) else [given]
@@ -173,12 +177,14 @@ class Setting:
 
     def _range(self, word: str) -> range:
         """The integers of "5" or "3-8"."""
-        ends = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", word)
+        ends = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", word)
         if ends is None:
             raise self.bad(word, "write 5, 3-8 or 3,5,8")
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if last < first:
             raise self.bad(word, f"write {last}-{first}")
+        if last > MAX_INDEX:
+            raise self.bad(word, f"give numbers up to {MAX_INDEX}")
         return range(first, last + 1)
 
     def _value(self, given: Any) -> Any:
@@ -196,11 +202,15 @@ class Setting:
         """What to give, for a message."""
         if self.choices:
             return "choose from " + ", ".join(self.choices)
-        words = [
-            " or ".join(map(str, get_args(t))) if get_origin(t) is Literal else KINDS[t]
-            for t in self.types
-            if t in KINDS or get_origin(t) is Literal
-        ]
+        words = []
+        for kind in self.types:
+            if get_origin(kind) is Literal:
+                words += map(str, get_args(kind))
+            elif kind in (int, float) and self.limits:
+                bounds = [LIMITS[type(x)].format(_bound(x)[1]) for x in self.limits]
+                words.append(" and ".join(bounds))
+            elif isinstance(kind, type) and kind is not object:
+                words.append(KINDS.get(kind, f"a {kind.__name__}"))
         return "give " + ", ".join(words[:-1]) + (" or " if words[1:] else "") + words[-1]
 
 
@@ -230,28 +240,41 @@ def build(base: T | type[T], given: Mapping[str, Any]) -> T:
         changes[setting.path] = value
     for name, setting in known.items():
         if setting.required and name not in given:
-            raise BadSetting(f"{setting.shown} is required: {setting.help}")
+            raise BadSetting(f"{setting.display_name} is required: {setting.help}")
     return _replace(base, changes)
 
 
 def unknown_flag(name: str, known: Mapping[str, Setting]) -> str:
     """The message for a flag that does not exist."""
     close = difflib.get_close_matches(name, known, n=1)
-    flags = ", ".join(setting.shown for setting in known.values())
+    flags = ", ".join(setting.display_name for setting in known.values())
     advice = f"did you mean --{close[0]}?" if close else f"the flags are {flags}"
     return f"--{name} is not known; {advice}"
 
 
 def check(value: Any) -> None:
-    """Raise BadSetting if a field is outside its choices or range; for `__post_init__`."""
+    """Raise BadSetting if a field has a wrong type, choice or range; for `__post_init__`.
+
+    Lists become tuples, and text becomes a path where only a path is possible.
+    """
     for setting in _fields(type(value)):
         name = setting.path[-1]
         x = getattr(value, name)
-        for element in x if isinstance(x, tuple) else [x]:
-            if setting.choices and element is not None and element not in setting.choices:
-                raise BadSetting(f"{name} is {element!r}; {setting.expected}")
-        if not _within(x, setting.limits):
-            raise BadSetting(f"{name} is {x}; {_range_advice(setting.limits)}")
+        if isinstance(x, list | range) and tuple in map(get_origin, _members(setting.type)):
+            x = tuple(tuple(item) if isinstance(item, list) else item for item in x)
+            object.__setattr__(value, name, x)
+        elif isinstance(x, str) and set(_members(setting.type)) <= {Path, NoneType}:
+            object.__setattr__(value, name, Path(x))
+            continue
+        if _fits(x, setting.type) and _within(x, setting.limits):
+            continue
+        advice = setting.expected
+        if setting.element is not None and x is not None and not isinstance(x, tuple):
+            advice = f"give a tuple, such as ({x!r},)"
+        elif setting.element is not None and isinstance(x, tuple):
+            wrong = (item for item in x if not _fits(item, setting.element))
+            x = next(wrong, x)
+        raise BadSetting(f"{name} is {x!r}; {advice}")
 
 
 # ---- reading the fields
@@ -279,12 +302,14 @@ def _flatten(kind: Any, path: tuple[str, ...]) -> Iterator[Setting]:
 def _fields(kind: Any) -> tuple[Setting, ...]:
     """The fields of one dataclass, its own before those that it inherits."""
     hints: dict[str, Any] = {}
+    scopes: dict[str, Mapping[str, Any]] = {}
     for base in kind.__mro__:
         # Names that are imported for type checkers only become `object`, which cannot be parsed.
         names = defaultdict(lambda: object, vars(builtins) | vars(sys.modules[base.__module__]))
         for name, hint in inspect.get_annotations(base).items():
             if name not in hints:
                 hints[name] = eval(hint, {}, names) if isinstance(hint, str) else hint
+                scopes[name] = names
     by_name = {field.name: field for field in fields(kind)}
     settings = []
     for name, hint in hints.items():
@@ -293,6 +318,8 @@ def _fields(kind: Any) -> tuple[Setting, ...]:
         notes: Sequence[Any] = ()
         if get_origin(hint) is Annotated:
             hint, *notes = get_args(hint)
+        if isinstance(hint, ForwardRef):
+            hint = eval(hint.__forward_arg__, {}, scopes[name])
         factory = by_name[name].default_factory
         default = by_name[name].default if factory is MISSING else factory()
         required = default is MISSING
@@ -362,7 +389,9 @@ def _convert(given: Any, kind: Any) -> Any:
         raise ValueError
     if kind is int and isinstance(given, float):
         raise ValueError  # int(3.7) would be 3
-    if kind is float and math.isnan(float(given)):
+    if kind is float and not math.isfinite(float(given)):
+        raise ValueError
+    if kind is Path and (not given or "\0" in str(given)):
         raise ValueError
     return kind(given)
 
@@ -372,6 +401,29 @@ def _text(value: Any) -> str:
         return "x".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
+
+def _fits(x: Any, kind: Any) -> bool:
+    """Whether a Python value has the annotated type; unknown types fit all but plain values."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(x, member) for member in args)
+    if origin is Literal:
+        return x.__class__ is str and x in args
+    if origin is tuple:
+        kinds = args[:1] * len(x) if args[1:] == (...,) and isinstance(x, tuple) else args
+        return isinstance(x, tuple) and len(x) == len(kinds) and all(map(_fits, x, kinds))
+    if origin is Sequence:
+        return isinstance(x, Sequence) and all(_fits(item, args[0]) for item in x)
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(x, number) and not isinstance(x, bool) and math.isfinite(x)
+    if kind in (bool, str, NoneType, Path) or is_dataclass(kind):
+        return isinstance(x, kind)
+    return kind is Any or not isinstance(x, str | numbers.Number | NoneType)
+
+
+MAX_INDEX = 9999
+"""Largest number in a range such as 3-8: no model has more layers."""
 
 LIMITS = {Ge: "{} or more", Gt: "more than {}", Le: "{} or less", Lt: "less than {}"}
 
@@ -383,11 +435,10 @@ def _bound(limit: Any) -> tuple[str, Any]:
 
 
 def _within(x: Any, limits: Sequence[Any]) -> bool:
-    if not isinstance(x, int | float):
+    """Whether a number, or every number of a tuple, is finite and in its range."""
+    if isinstance(x, tuple):
+        return all(_within(item, limits) for item in x)
+    if not isinstance(x, numbers.Real):
         return True
-    return all(getattr(operator, name)(x, bound) for name, bound in map(_bound, limits))
-
-
-def _range_advice(limits: Sequence[Any]) -> str:
-    """The allowed range: "give 1 or more"."""
-    return "give " + " and ".join(LIMITS[type(x)].format(_bound(x)[1]) for x in limits)
+    compared = [getattr(operator, name)(x, bound) for name, bound in map(_bound, limits)]
+    return math.isfinite(x) and all(compared)

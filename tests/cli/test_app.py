@@ -163,7 +163,7 @@ def test_a_mistake_is_one_line(run, words: str, message: str) -> None:
         ("edit --method kn --max-neurons none", "editor.max_neurons", None),
         ("edit --method kn --no-signed", "editor.signed", False),
         ("edit --method ft-l --max-change 1e-4", "editor.max_change", 1e-4),
-        ("edit --paraphrase a,b --paraphrase c", "judging.paraphrase", ("a,b", "c")),
+        ("edit --paraphrase a,b --paraphrase c", "comparison.paraphrase", ("a,b", "c")),
         ("train ke --lstm-width 7 --out x", "training.network.lstm_width", 7),
     ],
 )

@@ -439,7 +439,7 @@ def test_find_known(
     words = ("--facts", pairs, "--patterns", patterns, "--out", out, "-m", model, "--device", "cpu")
     result = factscope("data", "find-known", *words, "--json")
     assert result.code == 0
-    assert json.loads(result.out) == {"asked": 2, "known": 1, "file": str(out)}
+    assert json.loads(result.out) == {"facts": 2, "known": 1, "file": str(out)}
     assert json.loads(out.read_text()) == {
         "known_id": 0,
         "subject": "France",

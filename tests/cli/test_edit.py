@@ -134,7 +134,7 @@ def test_json_scores_equal_those_of_the_edited_weights(
     assert record.fact == Fact(subject=TOWER, prompt="{} is located in the city of", target="Rome")
     assert [p.kind for p in record.prompts] == ["prompt", "paraphrase", "neighbour"]
     assert {p.old for p in record.prompts} == {"Paris"}
-    assert record.own.after.new > record.own.before.new
+    assert record.fact_prompt.after.new > record.fact_prompt.before.new
     [place] = record.changed_weights
     assert (place.name, place.shape, place.rank) == (
         "transformer.h.1.mlp.c_proj.weight",
@@ -662,7 +662,7 @@ def test_generate_compares_with_the_unedited_model(
     words = (CITY, "--max-new-tokens", 5, "--device", "cpu", "--greedy")
     plain = json.loads(factscope("generate", *words, "-m", model, "--json").out)["texts"][0]
     both = factscope("generate", *words, "-e", edits[0], "--compare", "--json")
-    assert json.loads(both.out)["texts"][0]["unedited"] == plain["says"]
+    assert json.loads(both.out)["texts"][0]["unedited"] == plain["continuation"]
     shown = factscope("generate", *words, "-e", edits[0], "--compare").out
     assert "before" in shown
     assert "after" in shown

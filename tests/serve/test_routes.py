@@ -194,7 +194,7 @@ def test_edits_commute_and_predictions_are_those_of_the_edited_model(
     only = facts(one)[0]["after"]["new"]
     [created] = address[1].sessions.select(client.cookies["factscope"], [one])
     case = Case(fact=created.edit.facts[0])
-    wanted = before_after(lm, created.edit, case, generation_tokens=0).own.after.new
+    wanted = before_after(lm, created.edit, case, generation_tokens=0).fact_prompt.after.new
     assert only == pytest.approx(wanted, rel=1e-5)
 
 
@@ -218,7 +218,7 @@ def test_an_edit_can_be_downloaded(client: httpx.Client, lm: LM, tmp_path: Path)
     assert [fact.target for fact in Edit.load(tmp_path / "one").facts] == ["Rome"]
     assert [fact.target for fact in Edit.load(tmp_path / "both").facts] == ["Rome", "London"]
     record = EditRecord.from_json(client.get(f"/api/edits/{one}/record.json").text)
-    assert record.own.new == "Rome"
+    assert record.fact_prompt.new == "Rome"
     assert client.get(f"/api/edits/{one}/figure.png").content.startswith(b"\x89PNG")
     assert "Rome" in client.get(f"/api/edits/{one}/page.html").text
     check_error(client.get(f"/api/edits/{one},{two}/figure.png"), 404, "single edits only")

@@ -14,8 +14,8 @@ from factscope.analysis.metrics import Summary
 
 AXES = ("layer", "token", "max_change", "prefix_lengths")
 """Settings that can be swept, in the order of a point's name."""
-NO_BOUND = "none"
-"""Value of an axis without a bound (max_change) or without prefixes (prefix_lengths)."""
+NONE = "none"
+"""Value of an axis: no limit (max_change) or no prefixes (prefix_lengths)."""
 
 Setting = int | float | str
 SweepGrid = Mapping[str, Sequence[Setting]]  # axis → its values

@@ -9,7 +9,9 @@ from importlib.metadata import version
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
-from factscope.cli import data, edit, evaluate, recipe, report, serve, stats, study, trace, train
+from factscope.cli import (
+    check, data, edit, evaluate, recipe, report, serve, stats, study, trace, train,
+)  # fmt: skip
 from factscope.cli.flags import Command
 from factscope.errors import BadInput, FactscopeError, OutOfMemory
 
@@ -47,6 +49,7 @@ COMMANDS: dict[str, Command | Group] = {
         data.list_, data.get, data.show, data.find_known, data.build_counterfact, data.composition,
     ),
     "study": Group("Human evaluation: a blind form, and its results.", study.build, study.report),
+    "check": check.check,
 }  # fmt: skip
 HELP = "Find where a language model stores a fact, edit it, and measure what changed."
 INTERRUPTED = 130

@@ -41,7 +41,7 @@ def models(options: Options) -> None:
 
     short = [
         {
-            "name": name, "what": model.what, "download_bytes": model.size,
+            "name": name, "description": model.description, "download_bytes": model.size,
             "licence": model.licence, "cached": is_converted(name),
         }
         for name, model in sorted(SHORT_NAMES.items())
@@ -56,8 +56,8 @@ def models(options: Options) -> None:
                     "cache": cache, "converted": converted})  # fmt: skip
         return
     rows = [
-        (name, what, f"{size / 1e6:,.0f} MB", licence, "yes" if cached else "no")
-        for name, what, size, licence, cached in (row.values() for row in short)
+        (name, description, f"{size / 1e6:,.0f} MB", licence, "yes" if cached else "no")
+        for name, description, size, licence, cached in (row.values() for row in short)
     ]
     print_table(("short name", "model", "download", "licence", "cached"), rows)
     say(f"families: {', '.join(families)}")
@@ -81,7 +81,7 @@ def list_(options: Options) -> None:
             local = find_local(name)
             rows.append({
                 "name": name,
-                "what": data.what,
+                "description": data.description,
                 "from": local.origin if local else "to fetch" if data.sha256 else "by hand",
                 "path": local.path if local else None,
                 "records": count_records(local.path) if local else None,
@@ -95,8 +95,8 @@ def list_(options: Options) -> None:
     for row in rows:
         size = f" ({row['download_bytes'] / 1e6:,.1f} MB)" if row["from"] == "to fetch" else ""
         records = "" if row["records"] is None else f"{row['records']:,}"
-        cells.append((row["name"], row["what"], records, row["from"] + size))
-    print_table(("name", "what", "records", "from"), cells)
+        cells.append((row["name"], row["description"], records, row["from"] + size))
+    print_table(("name", "description", "records", "from"), cells)
     for row in rows:
         if row["path"]:
             say(f"{row['name']}: {row['path']}")
@@ -229,7 +229,7 @@ def find_known(options: KnownOptions) -> None:
     out = options.out
     write_atomic(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     options.print_result(
-        {"asked": len(facts), "known": len(known), "file": out},
+        {"facts": len(facts), "known": len(known), "file": out},
         f"{len(known)} of {len(facts)} facts are known to {options.model.model}: {out}",
         f"Next: factscope trace --facts {out} --out RUN",
     )

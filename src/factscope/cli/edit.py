@@ -91,7 +91,7 @@ class MethodOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judging:
+class ComparisonOptions:
     """Before and after."""
 
     true: str | None = None
@@ -119,7 +119,7 @@ class WriteOptions(MethodOptions):
     """Draw before and after (.png .svg .pdf)."""
     force: bool = False
     """Write the edit even if it fails the checks, or if the model predicts the object already."""
-    judging: Judging = field(default_factory=Judging)
+    comparison: ComparisonOptions = field(default_factory=ComparisonOptions)
 
     def check(self) -> None:
         """Check the paths and combinations of flags before the model is loaded."""
@@ -127,13 +127,13 @@ class WriteOptions(MethodOptions):
             raise BadSetting(f"--out is {str(self.out)!r}, a folder; give a file, e.g. rome.edit")
         check_suffix(self.page, "page", ".html")
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
-        source, judging = self.source, self.judging
+        source, comparison = self.source, self.comparison
         if source.facts is None:
             return
         if self.page or self.figure:
             raise BadSetting("--page and --figure show one fact; leave them out with --facts")
-        of_one_fact = (source.prompt, source.subject, source.occurrence, self.to, judging.true)
-        if any((*of_one_fact, judging.paraphrase, judging.neighbour)):
+        of_one_fact = (source.prompt, source.subject, source.occurrence, self.to, comparison.true)
+        if any((*of_one_fact, comparison.paraphrase, comparison.neighbour)):
             raise BadSetting("--facts FILE has prompts, subjects and objects; leave those out")
 
     def cases(self) -> list[Case]:
@@ -141,7 +141,7 @@ class WriteOptions(MethodOptions):
         from factscope.data.readers import read_cases
         from factscope.data.registry import find_data
 
-        source, judging = self.source, self.judging
+        source, comparison = self.source, self.comparison
         if source.facts is not None:
             file = read_cases(find_data(source.facts))
             skipped(file.problems)
@@ -150,10 +150,10 @@ class WriteOptions(MethodOptions):
             raise BadSetting('give a prompt, --subject "…" and the new object --to "…", or --facts')
         if not self.to.strip():
             raise BadFact(f"--to is {self.to!r}; give the new object")
-        paraphrases, neighbours = judging.paraphrase, judging.neighbour
+        paraphrases, neighbours = comparison.paraphrase, comparison.neighbour
         if any(not text.strip() for text in (*paraphrases, *neighbours)):
             raise BadFact("a --paraphrase or --neighbour is empty; leave it out")
-        fact, true = source.fact(self.to.strip()), (judging.true or "").strip() or None
+        fact, true = source.fact(self.to.strip()), (comparison.true or "").strip() or None
         return [Case(fact=fact, true=true, paraphrases=paraphrases, neighbours=neighbours)]
 
 
@@ -173,7 +173,7 @@ def write(options: WriteOptions) -> None:
     edit = make_edit(lm, editor, cases, force=options.force)
     one, out = options.source.facts is None, options.out
     with doing("predicting before and after"):
-        tokens = options.judging.max_new_tokens if one else 0
+        tokens = options.comparison.max_new_tokens if one else 0
         records = before_after_each(lm, edit, cases, generation_tokens=tokens)
     if out is not None:
         edit.save(out)
@@ -308,10 +308,11 @@ ADVICE = {
 def warn(records: Sequence[EditRecord]) -> None:
     """Print a note for each fact whose old object is still more likely."""
     for record in records:
-        own, advice = record.own, ADVICE.get(record.method, "another --layer, more --steps")
-        if own.after.old is not None and own.after.new <= own.after.old and own.new != own.old:
+        prompt, after = record.fact_prompt, record.fact_prompt.after
+        advice = ADVICE.get(record.method, "another --layer, more --steps")
+        if after.old is not None and after.new <= after.old and prompt.new != prompt.old:
             note(
-                f"{record.fact.text!r}: {own.old!r} is still more likely than {own.new!r}; "
+                f"{record.fact.text!r}: {prompt.old!r} is still more likely than {prompt.new!r}; "
                 f"try {advice} or another --method",
                 style="yellow",
             )
@@ -567,7 +568,7 @@ def generate(options: GenerateOptions) -> None:
     lm = options.model.load_for(edits)
     with doing("generating"):
         after = _continuations(lm, total, options)
-        rows = [{"text": t, "says": x} for t, x in zip(options.prompts, after, strict=True)]
+        rows = [{"text": t, "continuation": x} for t, x in zip(options.prompts, after, strict=True)]
         if options.compare:
             before = _continuations(lm, None, options)
             rows = [{**row, "unedited": x} for row, x in zip(rows, before, strict=True)]
@@ -577,10 +578,10 @@ def generate(options: GenerateOptions) -> None:
     objects = [fact.target or "" for fact in total.facts] if total else []
     for row in rows:
         if options.compare:
-            text = Generation(text=row["text"], before=row["unedited"], after=row["says"])
+            text = Generation(text=row["text"], before=row["unedited"], after=row["continuation"])
             results.print(generation_table(text, objects))
         else:
-            results.print(Text.assemble((row["text"], "bold"), row["says"]), soft_wrap=True)
+            results.print(Text.assemble((row["text"], "bold"), row["continuation"]), soft_wrap=True)
 
 
 def _continuations(lm: "LM", edit: "Edit | None", options: GenerateOptions) -> list[str]:

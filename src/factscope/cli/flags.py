@@ -147,7 +147,7 @@ class Command:
             if match is None:
                 raise
             chosen = {name: x for name, x in given.items() if name != match[1].replace("_", "-")}
-            flags = {s.path[-1]: s.shown for s in self.settings(chosen).values()}
+            flags = {s.path[-1]: s.display_name for s in self.settings(chosen).values()}
             if match[1] not in flags:
                 raise
             raise BadSetting(f"{flags[match[1]]}{str(error)[len(match[1]) :]}") from error

@@ -28,7 +28,7 @@ PAPER_FILES = "https://rome.baulab.info/data/dsets/"
 class DataSetInfo:
     """A data set that is known by name."""
 
-    what: str
+    description: str
     files: tuple[str, ...]
     """Names that the file may have; the first is that of the download."""
     url: str | None = None
@@ -39,14 +39,17 @@ class DataSetInfo:
 
 
 def _paper_file(
-    what: str, *files: str, sha256: str | None = None, size: int | None = None
+    description: str, *files: str, sha256: str | None = None, size: int | None = None
 ) -> DataSetInfo:
-    return DataSetInfo(what=what, files=files, url=PAPER_FILES + files[0], sha256=sha256, size=size)
+    return DataSetInfo(
+        description=description, files=files, url=PAPER_FILES + files[0], sha256=sha256, size=size
+    )
 
 
 DATA_SETS: dict[str, DataSetInfo] = {
     "everyday": DataSetInfo(
-        what="cases of well-known facts, included in the package", files=(EVERYDAY_CASES.name,)
+        description="cases of well-known facts, included in the package",
+        files=(EVERYDAY_CASES.name,),
     ),
     "counterfact": _paper_file(
         "CounterFact: 21,919 cases",
@@ -55,11 +58,11 @@ DATA_SETS: dict[str, DataSetInfo] = {
         size=45_108_470,
     ),
     "counterfact-condensed": DataSetInfo(
-        what="EasyEdit's condensed CounterFact, evaluation split",
+        description="EasyEdit's condensed CounterFact, evaluation split",
         files=("counterfact-edit.json", "condensed-edit.json"),
     ),
     "counterfact-train": DataSetInfo(
-        what="EasyEdit's condensed CounterFact, training split",
+        description="EasyEdit's condensed CounterFact, training split",
         files=("counterfact-train.json", "condensed-train.json"),
     ),
     "zsre": _paper_file("zsRE, MEND's evaluation split", "zsre_mend_eval.json", "zsre_eval.json"),

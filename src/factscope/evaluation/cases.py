@@ -21,7 +21,7 @@ from factscope.lm.accel import on_gpu
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.tokens import decode_continuation, encode
-from factscope.progress import Progress, no_progress
+from factscope.progress import Progress, no_progress, split
 from factscope.records import CaseScores, PromptScore
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def score_cases(
     *,
     scoring: ScoringOptions | None = None,
     similarity: Similarity | None = None,
+    progress: Progress = no_progress,
 ) -> list[CaseScores]:
     """The scores of each case i under edits[edit_index[i]]; None is the unedited model."""
     scoring = scoring or ScoringOptions()
@@ -50,8 +51,11 @@ def score_cases(
         for _, text, new, true in case_prompts
         for target in dict.fromkeys((new, true))  # one query if they are the same
     ]
-    query_scores = iter(score_queries(lm, queries, edits, tokens=32768 if on_gpu(lm) else 4096))
-    generated = _generate_texts(lm, cases, edits, edit_index, scoring)
+    # Texts take nearly all of the time: 900 forward passes against a few.
+    scored, written = split(progress, [1, scoring.length / 4])
+    tokens = 32768 if on_gpu(lm) else 4096
+    query_scores = iter(score_queries(lm, queries, edits, tokens=tokens, progress=scored))
+    generated = _generate_texts(lm, cases, edits, edit_index, scoring, written)
     results = []
     for case, case_prompts, texts in zip(cases, prompts, generated, strict=True):
         scores: dict[str, tuple[PromptScore, ...]] = {}  # by kind of prompt
@@ -104,6 +108,7 @@ def _generate_texts(
     edits: Sequence[Edit],
     edit_index: Sequence[int | None],
     scoring: ScoringOptions,
+    progress: Progress,
 ) -> list[tuple[str, ...]]:
     """For each case, a text after each of its generation prompts."""
     if not scoring.length:
@@ -121,7 +126,9 @@ def _generate_texts(
     def generate(batch: Sequence[int], progress: Progress) -> list[str]:
         draws = uniform_draws([prompts[j][1] for j in batch], length, scoring.seed)
         with edits_by_row(lm, edits, [edit_index[prompts[j][0]] for j in batch]):
-            rows = sample_texts(lm, [ids[j] for j in batch], draws, k=scoring.top_k)
+            rows = sample_texts(
+                lm, [ids[j] for j in batch], draws, k=scoring.top_k, progress=progress
+            )
         return [
             _clean(lm, prompts[j][2] + decode_continuation(lm, ids[j], row[len(ids[j]) :]))
             for j, row in zip(batch, rows, strict=True)
@@ -131,7 +138,7 @@ def _generate_texts(
     row_bytes = 2 * lm.n_layers * lm.width * length * lm.dtype.itemsize
     max_rows = 640 if on_gpu(lm) else 32
     size = max(1, min(max_rows, Budget.of(lm, None).bytes // row_bytes))
-    texts = run_in_batches(order, size, generate, no_progress) if order else []
+    texts = run_in_batches(order, size, generate, progress) if order else []
     in_order = (text for _, text in sorted(zip(order, texts, strict=True)))
     return [tuple(islice(in_order, len(case.generations))) for case in cases]
 

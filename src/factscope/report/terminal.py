@@ -147,8 +147,8 @@ def fact_text(record: EditRecord) -> Text:
 def scores_table(record: EditRecord) -> Table:
     """Probabilities and predictions before and after the edit, grouped by kind of prompt."""
     table = _full_width_table("prompt")
-    table.add_column(Text(f"P({display_token(record.own.new)})"), justify="right", no_wrap=True)
-    old = old_object_label(record.prompts)
+    new, old = display_token(record.fact_prompt.new), old_object_label(record.prompts)
+    table.add_column(Text(f"P({new})"), justify="right", no_wrap=True)
     table.add_column(Text(f"P({old})"), justify="right", no_wrap=True)
     table.add_column("prediction", overflow="fold", max_width=22)
     for kind, heading in PROMPT_HEADINGS.items():
@@ -211,7 +211,7 @@ def _change(before: float | None, after: float | None) -> Text:
 
 def generations_table(record: EditRecord) -> Group:
     """Generated texts before and after the edit, with the objects highlighted."""
-    new, old = (record.own.new,), (record.own.old or "",)
+    new, old = (record.fact_prompt.new,), (record.fact_prompt.old or "",)
     return Group(*(generation_table(generation, new, old) for generation in record.generations))
 
 

@@ -144,23 +144,24 @@ def fact_probabilities(
     state: ServerState, stored: Sequence[StoredEdit], edit: Edit | None
 ) -> list[dict[str, Any]]:
     """P(new) and P(old) of each stored edit's fact, unedited and with the selected edits."""
+    prompts = [e.record.fact_prompt for e in stored]
     queries = [
-        Query(e.record.fact.text, target, which)
-        for e in stored
+        Query(prompt.text, target, which)
+        for prompt in prompts
         for which in (None, None if edit is None else 0)
-        for target in (e.record.own.new, e.record.own.old or e.record.own.new)
+        for target in (prompt.new, prompt.old or prompt.new)
     ]
     scores = score_queries(state.lm, queries, [] if edit is None else [edit])
     p = iter([math.exp(-score.nll) for score in scores])
     return [
         {
             "id": e.id,
-            "new": e.record.own.new,
-            "old": e.record.own.old,
+            "new": prompt.new,
+            "old": prompt.old,
             "before": {"new": next(p), "old": next(p)},
             "after": {"new": next(p), "old": next(p)},
         }
-        for e in stored
+        for e, prompt in zip(stored, prompts, strict=True)
     ]
 
 
@@ -195,7 +196,7 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "request": stored.request,
         "subject": record.fact.subject_span,
         "text": record.fact.text,
-        "new": record.own.new,
+        "new": record.fact_prompt.new,
         "old": record.true,
         "method": record.method,
         "changed_weights": [weight_label(weight) for weight in record.changed_weights],

@@ -64,7 +64,7 @@ def before_after_figure(record: EditRecord) -> Figure:
         if row.before.old is not None and row.after.old is not None and row.old != row.new:
             _draw_change(ax, y + OFFSET, row.before.old, row.after.old, OLD)
     percent_rows(ax, len(rows), "probability")
-    new, old = display_token(record.own.new), display_token(record.own.old or "?")
+    new, old = display_token(record.fact_prompt.new), display_token(record.fact_prompt.old or "?")
     title = f"{display_token(record.fact.subject)}: {old} → {new}"
     ax.set_title(title, fontsize=MEDIUM, fontweight="bold", loc="left", pad=22, **literal_text())
     source = f"{record.method}, {record.model}"

@@ -168,7 +168,7 @@ TOKEN_COLORS = {
     "last": "#d62728",
 }
 """The same colours as in the figures of average effects."""
-NO_BOUND_COLOR = "0.2"
+UNLIMITED_COLOR = "0.2"
 
 
 def sweep_figure(sweep: Sweep, metrics: Sequence[str] | None = None) -> Figure:
@@ -268,7 +268,7 @@ def _line_colors(lines: Sequence[Line]) -> list[str]:
         numbers = sorted(bound for bound in bounds if not isinstance(bound, str))
         shades = matplotlib.colormaps["YlOrRd"](np.linspace(0.4, 0.9, len(numbers)))
         colors = dict(zip(numbers, map(to_hex, shades), strict=True))
-        return [NO_BOUND_COLOR if isinstance(b, str) else colors[b] for b in bounds]
+        return [UNLIMITED_COLOR if isinstance(b, str) else colors[b] for b in bounds]
     return [COLORS[i % len(COLORS)] for i in range(len(lines))]
 
 
