@@ -94,7 +94,7 @@ def _remove_stale(parent: Path) -> None:
 # ---- JSON
 
 SUSPECT = re.compile(r"NaN|Infinity|[eE]\+?\d{3}|\d{309}|\\u[dD][89a-fA-F]")
-"""May be a number that is not finite, or half a surrogate pair; only then every value is checked."""
+"""May be an infinite number or half a surrogate pair; only then every value is checked."""
 
 
 def read_json(path: Path) -> Any:
