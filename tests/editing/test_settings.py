@@ -1,5 +1,7 @@
 """Editors by name, their presets and validation, and what a user's own editor must define."""
 
+import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.progress import Progress
+from factscope.settings import build
 
 from editing_facts import FACTS, random_moment, text_lm
 
@@ -46,6 +49,16 @@ def test_settings_change_a_preset() -> None:
         PAPER_KN, max_neurons=3
     )
     assert replace(PAPER_ROME, key="mean") == R_ROME
+
+
+@pytest.mark.parametrize("clamp", ["inf", math.inf])
+@pytest.mark.parametrize("method", [Rome, Memit])
+def test_no_clamp_is_the_text_inf(method: type[Rome | Memit], clamp: Any) -> None:
+    settings = method(search=ValueSearch(clamp=clamp))
+    assert settings == build(method(), {"clamp": "inf"})
+    assert settings.search.max_norm == settings.search.resolve().max_norm == math.inf
+    text = json.dumps(settings.to_dict()["search"], allow_nan=False)
+    assert ValueSearch(**json.loads(text)) == settings.search
 
 
 @pytest.mark.parametrize(

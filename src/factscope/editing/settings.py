@@ -10,6 +10,7 @@ presets by method name. Nothing here imports torch; `bind` imports the algorithm
     Mend, Ke                  hypernet/editor.py      mend, ke
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -130,8 +131,8 @@ class ValueSearch:
     """Learning rate of Adam."""
     stop_loss: float = 0.05
     """Stop as soon as the loss is below this."""
-    clamp: Annotated[float | None, Gt(0)] = None
-    """Largest ‖δ‖, as a multiple of ‖v₀‖; infinity for no limit. None for the model's default,
+    clamp: Annotated[float | Literal["inf"] | None, Gt(0)] = None
+    """Largest ‖δ‖, as a multiple of ‖v₀‖; "inf" for no limit. None for the model's default,
     mostly 4."""
     kl_weight: float = 0.0625
     """Weight of the KL term, KL(edited ‖ unedited) after "{subject} is a"."""
@@ -145,6 +146,8 @@ class ValueSearch:
     ‖δ‖ / ‖v₀‖², which does."""
 
     def __post_init__(self) -> None:
+        if self.clamp == math.inf:  # text, because JSON has no infinity
+            object.__setattr__(self, "clamp", "inf")
         check(self)
 
     @property
@@ -155,7 +158,7 @@ class ValueSearch:
     @property
     def max_norm(self) -> float:
         """`clamp`, or its usual default."""
-        return 4.0 if self.clamp is None else self.clamp
+        return 4.0 if self.clamp is None else float(self.clamp)
 
     def resolve(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
         """The same with a model's defaults where nothing was given."""
