@@ -1,9 +1,11 @@
 """Settings: what a dataclass field says about itself, and how text becomes its value."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Lt
 
@@ -136,6 +138,10 @@ def test_a_parser_can_set_several_fields() -> None:
         ({"layer": True}, "--layer is True"),
         ({"layers": "x"}, "--layers is 'x'; write 5, 3-8 or 3,5,8"),
         ({"layers": "5-3"}, "--layers is '5-3'; write 3-5"),
+        ({"layers": "0-100000000"}, "--layers is '0-100000000'; give numbers up to 9999"),
+        ({"layers": "9" * 5000}, "--layers is '999"),
+        ({"files": ""}, "--files is ''; give a path"),
+        ({"files": "a\0b"}, "--files is 'a\\x00b'; give a path"),
         ({"prefix-lengths": "5by3"}, "--prefix-lengths is '5by3'; give pairs such as 5x10"),
         ({"kinds": "mpl"}, "--kinds is 'mpl'; choose from states, mlp"),
         ({"alignment": "left"}, "--alignment is 'left'; choose from text, code"),
@@ -145,6 +151,7 @@ def test_a_parser_can_set_several_fields() -> None:
         ({"noise": "nan"}, "--noise is nan; give 0 or more"),
         ({"steps": "0"}, "--steps is 0; give 1 or more"),
         ({"lr": "nan"}, "--lr is 'nan'; give a number"),
+        ({"lr": "inf"}, "--lr is 'inf'; give a number"),
         ({"lr": 10}, "--lr is 10.0; give more than 0 and less than 10"),
         ({"stps": 3}, "--stps is not known; did you mean --steps?"),
         ({"colour": 3}, "--colour is not known; the flags are PROMPT, --layer,"),
@@ -162,6 +169,75 @@ def test_check_names_the_field() -> None:
         Search(steps=0)
     with pytest.raises(BadSetting, match=r"^kinds is 'mpl'; choose from states, mlp$"):
         check(Options(kinds=("mpl",)))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"alignment": "Text"}, "alignment is 'Text'; choose from text, code"),
+        ({"layer": "top"}, "layer is 'top'; give a whole number, auto or none"),
+        ({"layer": 3.0}, "layer is 3.0; give a whole number, auto or none"),
+        ({"layer": True}, "layer is True; give a whole number, auto or none"),
+        ({"layers": 5}, "layers is 5; give a tuple such as (5,)"),
+        ({"layers": (5, "6")}, "layers is '6'; give a whole number"),
+        ({"kinds": "mlp"}, "kinds is 'mlp'; give a tuple such as ('mlp',)"),
+        ({"prefix_lengths": ((5, 10, 2),)}, "prefix_lengths is (5, 10, 2); give pairs such as"),
+        ({"json": 1}, "json is 1; give true or false"),
+        ({"level": math.nan}, "level is nan; give a number"),
+        ({"level": math.inf}, "level is inf; give a number"),
+        ({"weights": "Identity"}, "weights is 'Identity'; give a path or none"),
+        ({"search": "adam"}, "search is 'adam'; give a Search"),
+        ({"prompt": 7}, "prompt is 7; give text or none"),
+    ],
+)
+def test_check_refuses_python_values_of_a_wrong_type(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSetting) as refused:
+        check(Options(**given))
+    assert str(refused.value).startswith(message)
+
+
+def test_check_accepts_lists_numpy_numbers_and_paths_as_text() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Saved:
+        """Saved."""
+
+        file: Path | None = None
+        layers: tuple[int, ...] = ()
+        lengths: tuple[tuple[int, int], ...] = ()
+        rate: float = 0.0
+        __post_init__ = check
+
+    saved = Saved(file="a", layers=range(2), lengths=[[5, 1]], rate=np.float32(2))  # pyright: ignore
+    assert (saved.file, saved.layers, saved.lengths) == (Path("a"), (0, 1), ((5, 1),))
+    check(Options(weights=Opaque(), layers=(np.int64(3),), level=1))  # pyright: ignore
+
+
+def test_limits_hold_for_every_number_of_a_tuple() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Lengths:
+        """Lengths."""
+
+        lengths: Annotated[tuple[tuple[int, int], ...], Ge(1)] = ()
+        """Lengths."""
+        __post_init__ = check
+
+    with pytest.raises(BadSetting, match=r"^lengths is \(\(5, 0\),\); give 1 or more$"):
+        Lengths(lengths=((5, 0),))
+    with pytest.raises(BadSetting, match=r"--lengths is .*; give 1 or more$"):
+        build(Lengths(), {"lengths": "0x3"})
+
+
+def test_names_for_type_checkers_only_inside_annotated_are_resolved() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Moment:
+        """Moment."""
+
+        source: Annotated["NowhereDefined | Literal['find', 'identity']", Flag(parse=str)] = "find"  # pyright: ignore  # noqa: F821
+        __post_init__ = check
+
+    Moment(source=Opaque())  # pyright: ignore
+    with pytest.raises(BadSetting, match=r"^source is 'Identity'; give find or identity$"):
+        Moment(source="Identity")
 
 
 def test_two_fields_cannot_have_the_same_flag() -> None:

@@ -23,7 +23,6 @@ import builtins
 import difflib
 import inspect
 import math
-import numbers
 import operator
 import re
 import sys
@@ -32,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin
@@ -157,7 +157,7 @@ class Setting:
             value = self._values(given)
         number = value[0] if self.flag.also else value
         if not _within(number, self.limits):
-            raise self.bad(number, self.expected)
+            raise self.bad(number, _range_advice(self.limits))
         return value
 
     def bad(self, given: Any, advice: str) -> BadSetting:
@@ -202,15 +202,14 @@ class Setting:
         """What to give, for a message."""
         if self.choices:
             return "choose from " + ", ".join(self.choices)
-        words = []
+        words: list[str] = []
         for kind in self.types:
             if get_origin(kind) is Literal:
                 words += map(str, get_args(kind))
-            elif kind in (int, float) and self.limits:
-                bounds = [LIMITS[type(x)].format(_bound(x)[1]) for x in self.limits]
-                words.append(" and ".join(bounds))
-            elif isinstance(kind, type) and kind is not object:
-                words.append(KINDS.get(kind, f"a {kind.__name__}"))
+            elif kind in KINDS:
+                words.append(KINDS[kind])
+            elif isinstance(kind, type) and is_dataclass(kind):
+                words.append(f"a {kind.__name__}")
         return "give " + ", ".join(words[:-1]) + (" or " if words[1:] else "") + words[-1]
 
 
@@ -253,28 +252,30 @@ def unknown_flag(name: str, known: Mapping[str, Setting]) -> str:
 
 
 def check(value: Any) -> None:
-    """Raise BadSetting if a field has a wrong type, choice or range; for `__post_init__`.
+    """Raise BadSetting for a field of a wrong type, choice or range; for `__post_init__`.
 
-    Lists become tuples, and text becomes a path where only a path is possible.
+    Lists become tuples, and text becomes a path where a path is the only possibility.
     """
     for setting in _fields(type(value)):
         name = setting.path[-1]
         x = getattr(value, name)
-        if isinstance(x, list | range) and tuple in map(get_origin, _members(setting.type)):
+        kinds = _members(setting.type)
+        if isinstance(x, list | range) and any(get_origin(kind) is tuple for kind in kinds):
             x = tuple(tuple(item) if isinstance(item, list) else item for item in x)
             object.__setattr__(value, name, x)
-        elif isinstance(x, str) and set(_members(setting.type)) <= {Path, NoneType}:
-            object.__setattr__(value, name, Path(x))
-            continue
-        if _fits(x, setting.type) and _within(x, setting.limits):
-            continue
-        advice = setting.expected
-        if setting.element is not None and x is not None and not isinstance(x, tuple):
-            advice = f"give a tuple, such as ({x!r},)"
-        elif setting.element is not None and isinstance(x, tuple):
-            wrong = (item for item in x if not _fits(item, setting.element))
-            x = next(wrong, x)
-        raise BadSetting(f"{name} is {x!r}; {advice}")
+        elif isinstance(x, str) and set(kinds) <= {Path, NoneType}:
+            x = Path(x)
+            object.__setattr__(value, name, x)
+        if not _fits(x, setting.type):
+            plain = replace(setting, flag=Flag())  # the type of the value, not of its text
+            wrong, advice = x, plain.expected
+            if plain.element is not None and isinstance(x, tuple):
+                wrong = next(item for item in x if not _fits(item, plain.element))
+            elif plain.element is not None:
+                advice = f"give a tuple such as ({x!r},)"
+            raise BadSetting(f"{name} is {wrong!r}; {advice}")
+        if not _within(x, setting.limits):
+            raise BadSetting(f"{name} is {x}; {_range_advice(setting.limits)}")
 
 
 # ---- reading the fields
@@ -415,11 +416,11 @@ def _fits(x: Any, kind: Any) -> bool:
     if origin is Sequence:
         return isinstance(x, Sequence) and all(_fits(item, args[0]) for item in x)
     if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
+        number = Integral if kind is int else Real
         return isinstance(x, number) and not isinstance(x, bool) and math.isfinite(x)
-    if kind in (bool, str, NoneType, Path) or is_dataclass(kind):
+    if isinstance(kind, type) and (kind in KINDS or is_dataclass(kind)):
         return isinstance(x, kind)
-    return kind is Any or not isinstance(x, str | numbers.Number | NoneType)
+    return kind is Any or not isinstance(x, str | Real | NoneType)
 
 
 MAX_INDEX = 9999
@@ -438,7 +439,13 @@ def _within(x: Any, limits: Sequence[Any]) -> bool:
     """Whether a number, or every number of a tuple, is finite and in its range."""
     if isinstance(x, tuple):
         return all(_within(item, limits) for item in x)
-    if not isinstance(x, numbers.Real):
+    if not isinstance(x, Real):
         return True
     compared = [getattr(operator, name)(x, bound) for name, bound in map(_bound, limits)]
     return math.isfinite(x) and all(compared)
+
+
+def _range_advice(limits: Sequence[Any]) -> str:
+    """The allowed range: "give 1 or more"."""
+    bounds = [LIMITS[type(x)].format(_bound(x)[1]) for x in limits]
+    return "give " + (" and ".join(bounds) or "a finite number")
