@@ -10,8 +10,18 @@ from cyclopts import App, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from factscope.cli import (
-    check, data, edit, evaluate, recipe, report, serve, stats, study, trace, train,
-)  # fmt: skip
+    check,
+    data,
+    edit,
+    evaluate,
+    recipe,
+    report,
+    serve,
+    stats,
+    study,
+    trace,
+    train,
+)
 from factscope.cli.flags import Command
 from factscope.errors import BadInput, FactscopeError, OutOfMemory
 
