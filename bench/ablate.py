@@ -67,21 +67,16 @@ PARTS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "length buckets": ([(LengthBuckets, "of", lambda lm, facts: LengthBuckets())], ("lengths",)),
     "static decoding": ([(decode, "on_gpu", lambda lm: False)], ("evaluate",)),
     "decode attention": ([(decode, "has_kernels", lambda device: False)], ("evaluate",)),
-    "transposed head": ([("factscope.lm.model", "logits_of", lambda head, x: head(x))],
-                        ("trace", "edit", "evaluate")),
 }  # fmt: skip
 """Part → what switches it off, and the workloads that use it."""
 
 
 @contextmanager
-def without(part: str | None) -> Iterator[None]:
+def without(part: str) -> Iterator[None]:
     """Switch one part off."""
     with ExitStack() as stack:
-        for where, name, value in PARTS[part][0] if part else ():
-            target = patch(f"{where}.{name}", value) if isinstance(where, str) else patch.object(
-                where, name, value
-            )  # fmt: skip
-            stack.enter_context(target)
+        for where, name, value in PARTS[part][0]:
+            stack.enter_context(patch.object(where, name, value))
         yield
 
 

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.lm.accel.linear import logits_of
 from factscope.lm.families import Family
 
 
@@ -108,7 +107,7 @@ class LM:
 
     def head(self, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
         """The logits of a normalised last-layer state."""
-        logits = logits_of(self.model.get_output_embeddings(), states)
+        logits = self.model.get_output_embeddings()(states)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -18,7 +18,7 @@ bench/ablate.py switches off each part in turn and prints what it saves.
 
 from factscope.lm.accel.device import best_device, free_memory, on_gpu, release_memory
 from factscope.lm.accel.graphs import LengthBuckets, can_capture, captured
-from factscope.lm.accel.linear import fast_blocks, logits_of
+from factscope.lm.accel.linear import fast_blocks
 from factscope.lm.accel.matmul import add_product_
 from factscope.lm.accel.run import MIN_BATCH, accelerated
 from factscope.lm.accel.search import Step, accelerated_search
@@ -35,7 +35,6 @@ __all__ = [
     "captured",
     "fast_blocks",
     "free_memory",
-    "logits_of",
     "on_gpu",
     "release_memory",
 ]

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from factscope.lm.accel.matmul import half_matmul, split_matmul, supports_mixed
@@ -74,16 +73,6 @@ def replaced(forwards: Forwards) -> Iterator[None]:
             module.forward = forward
             stack.callback(delattr, module, "forward")  # restores the class's method
         yield
-
-
-def logits_of(head: Any, states: Float[Tensor, "... width"]) -> Float[Tensor, "... vocabulary"]:
-    """The output embedding's product with states."""
-    original = "forward" not in vars(head)  # not replaced by `replaced`
-    if original and states.is_cuda and states.dim() == 2 and head.bias is None:
-        # The transposed product: GPT-2's odd vocabulary size then lies along the axis that need
-        # not be aligned, and the kernel is three times as fast.
-        return (head.weight @ states.T).T
-    return head(states)
 
 
 class _CurrentBlock:
