@@ -21,7 +21,7 @@ from factscope.analysis.effects import (
 from factscope.records import TraceRecord, read_trace_records
 from factscope.tracing.settings import PRESETS, Corruption, Tracing
 
-SEVERED = Tracing(sever=("mlp", "attn"), sever_tokens="last_subject")
+SEVERED = Tracing(sever=("mlp", "attn"), sever_tokens="last-subject")
 RUNS = {
     "three-sigma": SEVERED,
     "paper-preset": PRESETS["paper"],

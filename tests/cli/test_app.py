@@ -154,7 +154,7 @@ def test_a_mistake_is_one_line(run, words: str, message: str) -> None:
         ("trace --kinds mlp,attn --kinds states", "tracing.kinds", ("mlp", "attn", "states")),
         ("trace --noise 0.25", "tracing.corruption.in_sigmas", False),
         ("trace --preset paper --seed 7", "tracing.corruption.seed", 7),
-        ("trace --preset paper", "tracing.window_alignment", "paper_code"),
+        ("trace --preset paper", "tracing.window_alignment", "paper-code"),
         ("trace --limit none", "source.limit", None),
         ("edit --layer auto", "editor.layer", "auto"),
         ("edit --stats none", "editor.second_moment", "identity"),

@@ -133,14 +133,14 @@ def test_flags_reach_the_trace(trace: Run) -> None:
     result = trace(
         CITY, "--subject", TOWER, "--json", "--preset", "paper", "--noise", 0.25, "--kinds", "mlp",
         "--window", 3, "--seed", 5, "--distribution", "uniform", "--replace", "--extra-tokens", 1,
-        "--sever", "attn", "--sever-tokens", "last_subject", "--max-memory", "99MiB", "--gradients",
+        "--sever", "attn", "--sever-tokens", "last-subject", "--max-memory", "99MiB", "--gradients",
     )  # fmt: skip
     assert result.code == 0
     record = json.loads(result.out)
     assert list(record["restored"]) == list(record["gradients"]) == ["mlp"]
     assert list(record["severed"]) == ["attn"]
     settings = record["settings"]
-    assert (settings["window"], settings["window_alignment"]) == (3, "paper_code")
+    assert (settings["window"], settings["window_alignment"]) == (3, "paper-code")
     noise = settings["corruption"]
     assert (noise["level"], noise["in_sigmas"], noise["seed"]) == (0.25, False, 5)
     assert (noise["distribution"], noise["replace"], noise["samples"]) == ("uniform", True, 2)

@@ -96,7 +96,7 @@ def test_every_corruption_of_every_family(lm: LM, corruption: Corruption) -> Non
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "gptj"])
 @pytest.mark.parametrize(
-    ("window", "alignment"), [(1, "paper_text"), (2, "paper_code"), (10, "paper_text")]
+    ("window", "alignment"), [(1, "paper-text"), (2, "paper-code"), (10, "paper-text")]
 )
 def test_windows_of_any_width(family: str, window: int, alignment: str) -> None:
     lm = tiny(family)
@@ -120,7 +120,7 @@ def test_severing_at_the_last_subject_token_alone(lm: LM) -> None:
     q = question(lm, 1)
     [whole] = trace_batch(lm, [q], everywhere, SCALE, Budget(2**30))
     [one] = trace_batch(
-        lm, [q], replace(everywhere, sever_tokens="last_subject"), SCALE, Budget(2**30)
+        lm, [q], replace(everywhere, sever_tokens="last-subject"), SCALE, Budget(2**30)
     )
     last = q.subject[1] - 1
     np.testing.assert_allclose(

@@ -76,7 +76,7 @@ def llama() -> LM:
     return tiny("llama")
 
 
-@pytest.mark.parametrize("rows", ["all", "last_subject"])
+@pytest.mark.parametrize("rows", ["all", "last-subject"])
 def test_the_updates_add_up_to_the_tables(llama: LM, rows: str) -> None:
     answer = clean_answer(llama)
     settings = replace(SETTINGS, sever_tokens=rows)

@@ -123,7 +123,7 @@ def test_a_fact_is_known_by_its_first_token_or_by_the_whole_word(llama: LM) -> N
     answer = trace(llama, FACTS[0], QUICK).answer.strip()
     whole = replace(FACTS[0], target=answer or "x")
     longer = replace(FACTS[0], target=answer + "zzz")
-    strict = replace(QUICK, known="whole_word")
+    strict = replace(QUICK, known="whole-word")
     assert trace(llama, whole, strict).known
     assert not trace(llama, longer, strict).known
 
@@ -200,7 +200,7 @@ def test_other_errors_are_not_retried(llama: LM, monkeypatch: pytest.MonkeyPatch
 
 def test_progress_adds_up_to_one(llama: LM) -> None:
     fractions: list[float] = []
-    settings = replace(QUICK, sever=("mlp",), sever_tokens="last_subject")
+    settings = replace(QUICK, sever=("mlp",), sever_tokens="last-subject")
     trace(llama, FACTS[0], settings, progress=fractions.append)
     assert sum(fractions) == pytest.approx(1)
     assert min(fractions) >= 0
@@ -220,7 +220,7 @@ def test_a_model_dispatched_by_accelerate_is_traced_the_same(llama: LM) -> None:
 
 
 def test_records_are_written_and_read(llama: LM, tmp_path: Path) -> None:
-    settings = replace(QUICK, sever=("attn",), sever_tokens="last_subject", kinds=("states",))
+    settings = replace(QUICK, sever=("attn",), sever_tokens="last-subject", kinds=("states",))
     record = trace(llama, FACTS[0], settings)
     path = tmp_path / "deep" / "records.jsonl"
     write_records(path, [record, record])
@@ -247,10 +247,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(llama: LM) -> None:
 @pytest.mark.parametrize(
     ("alignment", "window", "expected"),
     [
-        ("paper_text", 10, (16, 26)),  # l-4 … l+5
-        ("paper_code", 10, (15, 25)),  # l-5 … l+4
-        ("paper_code", 5, (18, 23)),
-        ("paper_text", 1, (20, 21)),
+        ("paper-text", 10, (16, 26)),  # l-4 … l+5
+        ("paper-code", 10, (15, 25)),  # l-5 … l+4
+        ("paper-code", 5, (18, 23)),
+        ("paper-text", 1, (20, 21)),
     ],
 )
 def test_windows_as_in_the_papers_text_and_in_its_code(

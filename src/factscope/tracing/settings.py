@@ -45,8 +45,8 @@ class Corruption:
     """Noise samples to average over."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Seed of the noise."""
-    rng: Literal["per_fact", "paper"] = "per_fact"
-    """Random numbers: per_fact draws independent noise for each fact; paper restarts numpy's
+    rng: Literal["per-fact", "paper"] = "per-fact"
+    """Random numbers: per-fact draws independent noise for each fact; paper restarts numpy's
     RandomState(seed) for every fact, as the paper's code does (with seed 1)."""
     baseline: Literal["same", "added"] = "same"
     """Corrupted run that restored runs are compared with: the same corruption, or added noise even
@@ -68,13 +68,13 @@ class Tracing:
     """What to restore: single states, windows of MLP outputs, windows of attention outputs."""
     window: Annotated[int, Ge(1)] = 10  # App. B.2
     """Layers of MLP or attention outputs restored together."""
-    window_alignment: Literal["paper_text", "paper_code"] = "paper_text"
+    window_alignment: Literal["paper-text", "paper-code"] = "paper-text"
     """Layers in a window of 10 around layer l: l-4 … l+5 as in the paper's text, or l-5 … l+4 as in
     its code."""
     sever: tuple[Literal["mlp", "attn"], ...] = ()
     """Modules to sever: trace the states again with the module's outputs frozen at their corrupted
     values in all layers (Figure 3)."""
-    sever_tokens: Literal["all", "last_subject"] = "all"
+    sever_tokens: Literal["all", "last-subject"] = "all"
     """Tokens at which states are restored while a module is severed."""
     freeze_at: Literal["restored", "all"] = "restored"
     """Tokens at which a severed module is frozen: the restored one, as in the paper, or all."""
@@ -83,7 +83,7 @@ class Tracing:
     gradient_path: Literal["layer", "state"] = "layer"
     """Integration path: scale all states of a layer together, or each state alone, which is slower
     by the number of tokens."""
-    known: Literal["first_token", "whole_word"] = "first_token"
+    known: Literal["first-token", "whole-word"] = "first-token"
     """A fact counts as known if the answer is the target's first token, or, as in the paper's code,
     if the answer token alone spells the whole target."""
 
@@ -97,7 +97,7 @@ class Tracing:
     def window_around(self, layer: int, n_layers: int) -> tuple[int, int]:
         """The layers restored around a layer, as [start, stop), clipped at the edges."""
         before = (
-            self.window // 2 if self.window_alignment == "paper_code" else (self.window - 1) // 2
+            self.window // 2 if self.window_alignment == "paper-code" else (self.window - 1) // 2
         )
         start = layer - before
         return max(0, start), min(n_layers, start + self.window)
@@ -111,8 +111,8 @@ PRESETS = {
     "default": Tracing(),
     "paper": Tracing(
         corruption=Corruption(seed=1, rng="paper", baseline="added"),
-        window_alignment="paper_code",
-        known="whole_word",
+        window_alignment="paper-code",
+        known="whole-word",
     ),
 }
 """`paper` reproduces the numbers of the paper's code. One difference is left: the mean and

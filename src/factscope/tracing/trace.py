@@ -71,7 +71,7 @@ def clean_answers(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[Clea
     def known(fact: Fact, prompt: Prompt, token: int) -> bool:
         if fact.target is None:
             return True
-        if settings.known == "whole_word":
+        if settings.known == "whole-word":
             return lm.tokenizer.decode([token]).strip() == fact.target.strip()
         return token == first_token(lm, prompt, fact.text, fact.target)
 
@@ -199,7 +199,7 @@ class TraceBatch:
         """The tokens left of the subject, where both runs agree, so that their cells equal the
         baseline; and the tokens that a table restores."""
         start, stop = answer.subject
-        if restoration.sever and self.settings.sever_tokens == "last_subject":
+        if restoration.sever and self.settings.sever_tokens == "last-subject":
             return [], [stop - 1]
         return list(range(start)), list(range(start, len(answer.prompt)))
 
