@@ -33,6 +33,12 @@ class Fact:
     def __post_init__(self) -> None:
         if not self.subject.strip():
             raise BadFact("the subject is empty; give the words of the prompt that name it")
+        for text in (self.subject, self.prompt, self.target or "", self.old or ""):
+            check_unicode(text)
+        # Frozen; stripped here, so that every source of facts gives the same prompt.
+        object.__setattr__(self, "prompt", strip_end(self.prompt))
+        if self.prompt.endswith(SUBJECT_SLOT):
+            object.__setattr__(self, "subject", strip_end(self.subject))
         if self.prompt.count(SUBJECT_SLOT) != 1:
             raise BadFact(
                 f"the prompt {self.prompt!r} must have one {SUBJECT_SLOT!r}, where the subject goes"
@@ -60,6 +66,8 @@ class Fact:
         """
         if not text.strip():
             raise BadFact("the prompt is empty; give a text that leads up to the object")
+        check_unicode(text)
+        text, subject = strip_end(text), subject.strip()
         starts = occurrences(text, subject)
         if not starts:
             raise SubjectNotFound(
@@ -99,6 +107,9 @@ class Case:
     """The Wikidata id of the new object, where it is known."""
 
     def __post_init__(self) -> None:
+        for name in ("paraphrases", "neighbours", "attributes", "generations"):
+            check_list(name, getattr(self, name))
+            object.__setattr__(self, name, tuple(map(strip_end, getattr(self, name))))
         if self.neighbour_answers and len(self.neighbour_answers) != len(self.neighbours):
             raise BadFact(
                 f"{len(self.neighbour_answers)} answers for {len(self.neighbours)} neighbours; "
@@ -109,6 +120,31 @@ class Case:
     def request(self) -> Fact:
         """The edit request: the fact, with the true object as the one to replace."""
         return replace(self.fact, old=self.true)
+
+
+def strip_end(prompt: str) -> str:
+    """The prompt without spaces at its end.
+
+    In every tokenizer the space belongs to the next word, so that after a space the model predicts
+    something else than the object. A line break at the end stays: chat templates end in one.
+    """
+    return prompt.rstrip(" \t\u00a0")
+
+
+def check_list(name: str, texts: object) -> None:
+    """Raise BadFact for a string in place of a list of texts: it would be read letter by letter."""
+    if isinstance(texts, str):
+        raise BadFact(f"{name} is the string {texts!r}; give a list of strings: [{texts!r}]")
+
+
+def check_unicode(text: str) -> None:
+    """Raise BadFact for lone surrogates, which no tokenizer encodes (e.g. from invalid UTF-8)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadFact(
+            f"{text!r} is not valid Unicode at character {error.start}; give the text as UTF-8"
+        ) from error
 
 
 def occurrences(text: str, subject: str) -> list[int]:

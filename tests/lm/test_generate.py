@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from factscope.errors import BadFact
 from factscope.lm.generate import generate_greedy, sample_texts, uniform_draws
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
@@ -178,3 +179,8 @@ def test_greedy_text_continues_the_prompt(style: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("factscope.lm.generate.generate_ids", answer)
     assert generate_greedy(lm, [TEXTS[0]], 5) == [" Paris and"]
+
+
+def test_a_string_in_place_of_a_list_of_texts_is_refused(gpt2: LM) -> None:
+    with pytest.raises(BadFact, match=r"texts is the string 'The Nile'"):
+        generate_greedy(gpt2, "The Nile", 3)

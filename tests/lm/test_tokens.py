@@ -243,6 +243,22 @@ def test_first_token_after_a_space(style: str, lm: LM) -> None:
     assert lm.tokenizer.convert_ids_to_tokens(found) == "P"
 
 
+def test_no_tokenizer_needs_the_space_at_the_end_of_a_prompt(lm: LM) -> None:
+    """Without it the target's tokens follow the prompt's; with it the prompt has another end."""
+    fact = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of ")
+    prompt, _ = encode_fact(lm, fact)
+    whole = encode(lm, fact.text + " Paris")
+    assert whole.ids[: len(prompt)] == prompt.ids
+    assert first_token(lm, prompt, fact.text, "Paris") == whole.ids[len(prompt)]
+    spaced = encode(lm, fact.text + " ")
+    assert whole.ids[: len(spaced)] != spaced.ids
+
+
+def test_lone_surrogates_in_a_text_are_an_error(lm: LM) -> None:
+    with pytest.raises(BadFact, match="not valid Unicode"):
+        encode(lm, "The \udce9 Tower")
+
+
 def test_first_token_after_punctuation(style: str, lm: LM) -> None:
     text = 'The capital of France is "'
     prompt = encode(lm, text)

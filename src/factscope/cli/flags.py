@@ -18,7 +18,7 @@ from cyclopts import Group, Parameter
 
 from factscope.cli.output import doing, note, print_json, say
 from factscope.errors import BadSetting
-from factscope.facts import Fact, occurrences
+from factscope.facts import Fact, occurrences, strip_end
 from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
 
 if TYPE_CHECKING:
@@ -96,10 +96,12 @@ class FactSource:
     """Use only the first N facts."""
 
     def fact(self, target: str | None) -> Fact:
-        """The fact of the prompt; a note if the subject occurs twice."""
+        """The fact of the prompt; a note if it ends in a space or has the subject twice."""
         assert self.prompt is not None
         assert self.subject is not None
         fact = Fact.from_text(self.prompt, self.subject, self.occurrence, target=target)
+        if strip_end(self.prompt) != self.prompt:
+            note(f"The space at the end of the prompt is removed: {fact.text!r}.")
         count = len(occurrences(self.prompt, self.subject))
         if count > 1 and self.occurrence is None:
             note(f"The subject occurs {count} times; the last is used. Choose with --occurrence.")

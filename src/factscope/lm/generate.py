@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from factscope.facts import check_list
 from factscope.lm.model import LM
 from factscope.lm.tokens import decode_continuation, encode
 from factscope.progress import Progress, no_progress
@@ -55,6 +56,7 @@ def generate(
 
     Texts with the same number of tokens share a batch of up to `rows`, so none needs padding.
     """
+    check_list("texts", texts)
     encoded = [encode(lm, text).ids for text in texts]
     order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
     continuations = [""] * len(texts)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from factscope.errors import BadFact, PromptTooLong
-from factscope.facts import Fact
+from factscope.facts import Fact, check_unicode
 from factscope.lm.model import LM
 
 
@@ -37,6 +37,7 @@ class Prompt:
 
 def encode(lm: LM, text: str, *, special: bool = True) -> Prompt:
     """Tokenize a text; `special` adds the special tokens at its start that the model expects."""
+    check_unicode(text)
     coded = lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     ids, offsets = list(coded["input_ids"]), [tuple(o) for o in coded["offset_mapping"]]
     eos, bos = lm.tokenizer.eos_token_id, lm.tokenizer.bos_token_id
