@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from factscope.tracing.settings import PRESETS, Corruption, Tracing
     from factscope.tracing.trace import find_known, trace, trace_many
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "KN",
     "LM",

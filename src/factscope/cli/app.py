@@ -4,11 +4,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
+from factscope import __version__
 from factscope.cli import (
     check,
     data,
@@ -69,7 +69,7 @@ INTERRUPTED = 130
 def app_for(words: Sequence[str]) -> App:
     """The cyclopts app; only the command in `words` gets flags, since building them is slow."""
     app = App(
-        name="factscope", help=HELP, version=version("factscope"), help_format="plaintext",
+        name="factscope", help=HELP, version=__version__, help_format="plaintext",
         suppress_keyboard_interrupt=False,  # `run` handles it
     )  # fmt: skip
     for i, (name, entry) in enumerate(COMMANDS.items()):
