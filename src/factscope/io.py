@@ -35,6 +35,7 @@ from factscope.errors import (
     DownloadFailed,
     FolderInUse,
     HashMismatch,
+    RunInterrupted,
 )
 from factscope.progress import Progress, no_progress
 
@@ -71,6 +72,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def atomic_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; its files are moved to `folder` unless the block raises."""
+    existed = folder.exists()
+    try:
+        with scratch_folder(folder) as temporary:
+            yield temporary
+            for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+                target = folder / file.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if not existed:
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """Yield a temporary folder within `parent`: on the same disk, so that a rename is atomic."""
     parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +108,18 @@ def _remove_stale(parent: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def resumable_write(path: Path) -> Iterator[None]:
+    """Context in which a failed write, as on a full disk, raises RunInterrupted."""
+    try:
+        yield
+    except OSError as error:
+        raise RunInterrupted(
+            f"cannot write to {path} ({error.strerror or error}); free some space, then the same "
+            "command resumes"
+        ) from error
 
 
 # ---- JSON
@@ -201,16 +232,16 @@ def _try_writing(path: Path) -> None:
 # ---- locks
 
 LOCK = ".lock"
-"""File in a locked folder: names the process that uses it."""
+"""Suffix of a lock file, which names the process that holds the lock."""
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
-    """Lock a folder (created if missing) for one process; raise FolderInUse if it is locked.
+def locked(folder: str | Path, name: str = "") -> Iterator[None]:
+    """Lock a folder (created if missing), or a file in it; raise FolderInUse if it is locked.
 
     The operating system releases the lock when the process ends, also when it is killed.
     """
-    path = Path(folder) / LOCK
+    path = Path(folder) / f"{name}{LOCK}"
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -225,8 +256,8 @@ def locked(folder: str | Path) -> Iterator[None]:
             if not isinstance(error, BlockingIOError):
                 raise
             raise FolderInUse(
-                f"{folder} is in use by {owner or 'another process'}; wait until it ends, or give "
-                "another folder"
+                f"{Path(folder) / name} is in use by {owner or 'another process'}; wait until it "
+                f"ends, or give another {'file' if name else 'folder'}"
             ) from None
     try:
         os.truncate(file, 0)

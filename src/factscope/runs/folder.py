@@ -1,19 +1,29 @@
 """Run folders: spec.toml (settings), info.json (versions, device, model), records.jsonl (results).
 
 Records are appended one by one as they are computed. An interrupted run resumes: the same command
-opens the folder again and computes what is missing.
+opens the folder again and computes what is missing. A lock keeps other processes out meanwhile.
 """
 
 import json
+import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from factscope.errors import BadRecord, BadRunFolder, RunInterrupted
-from factscope.io import PARTIAL, write_atomic
+from factscope.errors import BadInput, BadRecord, BadRunFolder
+from factscope.io import (
+    LOCK,
+    PARTIAL,
+    locked,
+    parse_json,
+    read_json,
+    resumable_write,
+    write_atomic,
+)
 from factscope.records import (
     CaseRecord,
     Record,
@@ -27,10 +37,21 @@ from factscope.records import (
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
+F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger(__name__)
+
 FORMAT = 2
 """Version of the run folder's format; spec.toml of version 1 has other keys."""
 WEIGHTS = "weights.safetensors"
 """File with a trained editor's weights, for `--weights`."""
+CHECKPOINT = "checkpoint.safetensors"
+"""File from which training resumes."""
+RECORDS: dict[str, tuple[type[Record], tuple[str, ...]]] = {
+    "trace": (TraceRecord, ("fact",)),
+    "evaluate": (CaseRecord, ("fact", "phase")),
+    "train": (TrainingRecord, ("step",)),
+}
+"""Command → its records, and the fields that identify one."""
 
 
 class RunFolder:
@@ -51,20 +72,20 @@ class RunFolder:
         folder = cls(path)
         if path.exists() and not path.is_dir():
             raise BadRunFolder(f"{path} is a file; give a folder for the run")
-        if (path / "spec.toml").is_file():
-            folder._check_same_run(spec_text, info)
-            folder._drop_broken_line()
-            return folder
-        # A run that was killed while its folder was created leaves info.json or partial files.
-        names = [file.name for file in path.iterdir()] if path.is_dir() else []
-        if any(name != "info.json" and not name.endswith(PARTIAL) for name in names):
-            raise BadRunFolder(
-                f"{path} contains other files and no run; give a new or empty folder"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        info = {"format": FORMAT, **info}
-        write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
-        write_atomic(path / "spec.toml", spec_text)  # last: a folder with spec.toml is a run
+        with locked(path):
+            if (path / "spec.toml").is_file():
+                folder._check_same_run(spec_text, info)
+                folder._repair_records()
+                return folder
+            # A run that was killed while its folder was created leaves info.json or partial files.
+            names = {file.name for file in path.iterdir()} - {"info.json", LOCK}
+            if any(not name.endswith(PARTIAL) for name in names):
+                raise BadRunFolder(
+                    f"{path} contains other files and no run; give a new or empty folder"
+                )
+            info = {"format": FORMAT, **info}
+            write_atomic(path / "info.json", json.dumps(info, indent=2) + "\n")
+            write_atomic(path / "spec.toml", spec_text)  # last: a folder with spec.toml is a run
         return folder
 
     @classmethod
@@ -105,28 +126,27 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """Append a record and flush it to disk."""
-        try:
-            with self.records_path.open("a", encoding="utf-8") as file:
-                file.write(record.to_json() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunInterrupted(
-                f"cannot write to {self.records_path} ({error.strerror or error}); free some "
-                "space, then the same command resumes"
-            ) from error
+        line = record.to_json() + "\n"
+        path = self.records_path
+        with resumable_write(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _check_same_run(self, spec_text: str, info: Mapping[str, Any]) -> None:
         """Refuse a folder of another format, spec or model."""
         import difflib
 
-        old_info = json.loads((self.path / "info.json").read_text("utf-8"))
+        try:
+            old_info = dict(read_json(self.path / "info.json"))
+        except (BadInput, TypeError, ValueError) as error:
+            raise BadRunFolder(f"{error}; give a new folder") from error
         if (number := old_info.get("format", 1)) != FORMAT:
             raise BadRunFolder(
                 f"{self.path} has run folder format {number}, and this factscope resumes only "
                 f"format {FORMAT}; give a new folder (`factscope report` still reads this one)"
             )
-        old_text = (self.path / "spec.toml").read_text("utf-8")
+        old_text = (self.path / "spec.toml").read_text("utf-8", errors="replace")
         if old_text != spec_text:
             diff = difflib.unified_diff(
                 old_text.splitlines(), spec_text.splitlines(), lineterm="", n=0
@@ -142,21 +162,57 @@ class RunFolder:
                 f"{self.path} was created with other weights of this model; give another folder"
             )
 
-    def _drop_broken_line(self) -> None:
-        """Truncate a last line that a killed process left incomplete."""
+    def _repair_records(self) -> None:
+        """Remove the records that killed processes left incomplete, and records written twice."""
         if not self.records_path.is_file():
             return
-        data = self.records_path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end < len(data):
-            os.truncate(self.records_path, end)
-        read = {"evaluate": self.case_records, "train": self.training_records}
-        try:
-            read.get(self.command, self.trace_records)()
-        except BadRecord as error:
-            raise BadRunFolder(
-                f"{error}; delete that line to {self.command} its fact again"
-            ) from error
+        kind, identifying = RECORDS.get(self.command, RECORDS["trace"])
+        *lines, rest = self.records_path.read_bytes().split(b"\n")  # the rest has no line end
+        kept: dict[Any, bytes] = {}
+        incomplete, doubled = int(bool(rest)), 0
+        for number, line in enumerate(lines, start=1):
+            try:
+                parse_json(line, allow_nan=True)
+            except ValueError:
+                incomplete += 1
+                continue
+            try:
+                record = kind.from_json(line)
+            except BadRecord as error:
+                raise BadRunFolder(
+                    f"{self.records_path}, line {number}: {error}; delete that line to "
+                    f"{self.command} its fact again"
+                ) from error
+            key = tuple(getattr(record, name) for name in identifying)
+            doubled += key in kept
+            kept.setdefault(key, line + b"\n")
+        if lines and not kept:
+            raise BadRunFolder(f"{self.records_path} has no record; delete it to start again")
+        if incomplete or doubled:
+            write_atomic(self.records_path, b"".join(kept.values()))
+            log.warning(
+                "%s: removed %d incomplete and %d doubled records; what is missing is computed "
+                "again", self.records_path, incomplete, doubled,
+            )  # fmt: skip
+
+
+def locks_folder(run: F) -> F:
+    """Make a method `run(lm, folder, …)` hold the folder's lock; Ctrl-C says whether it resumes."""
+
+    @wraps(run)
+    def locked_run(self: Any, lm: "LM", folder: RunFolder, *args: Any, **more: Any) -> Any:
+        with locked(folder.path):
+            try:
+                return run(self, lm, folder, *args, **more)
+            except KeyboardInterrupt:
+                saved = CHECKPOINT if folder.command == "train" else folder.records_path.name
+                raise KeyboardInterrupt(
+                    "the same command resumes"
+                    if any(folder.path.rglob(saved))  # of a sweep: in the folder of a point
+                    else "nothing was finished yet, the same command starts again"
+                ) from None
+
+    return cast("F", locked_run)
 
 
 def _without_none(value: Any) -> Any:

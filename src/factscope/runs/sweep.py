@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from factscope.analysis.metrics import summarize
 from factscope.analysis.sweep import AXES, Point, Setting, Sweep, SweepGrid, grid_points, point_name
-from factscope.errors import BadRunFolder, FactscopeError, OutOfMemory, RunInterrupted
+from factscope.errors import (
+    BadInput,
+    BadRunFolder,
+    FactscopeError,
+    FolderInUse,
+    OutOfMemory,
+    RunInterrupted,
+)
 from factscope.facts import Case
-from factscope.io import write_atomic
+from factscope.io import read_json, resumable_write, write_atomic
 from factscope.progress import Progress, no_progress
 from factscope.records import CaseRecord
 from factscope.runs.evaluate import EvaluateRun, Executor
-from factscope.runs.folder import RunFolder, run_info
+from factscope.runs.folder import RunFolder, locks_folder, run_info
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -33,7 +40,7 @@ log = logging.getLogger(__name__)
 POINTS = "points"
 FAILURES = "failures.json"
 """File with the error of each failed point."""
-FATAL = (OutOfMemory, RunInterrupted, BadRunFolder)
+FATAL = (OutOfMemory, RunInterrupted, BadRunFolder, FolderInUse)
 """Errors that would repeat at every point: they stop the sweep."""
 MakeExecutor = Callable[[EvaluateRun], AbstractContextManager[Executor | None]]
 """Opens an executor for a point's run; None runs it in this process."""
@@ -63,6 +70,7 @@ class SweepRun:
         """Create the sweep's folder, or open it to resume."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
+    @locks_folder
     def run(
         self,
         lm: "LM",
@@ -95,11 +103,12 @@ class SweepRun:
                 log.info("%s: %s", name, error)
                 failures[name] = f"{type(error).__name__}: {error}"
                 progress(1 / len(points))
-            if failures:
-                text = json.dumps(failures, indent=2, ensure_ascii=False) + "\n"
-                write_atomic(folder.path / FAILURES, text)
-            else:
-                (folder.path / FAILURES).unlink(missing_ok=True)
+            with resumable_write(folder.path / FAILURES):
+                if failures:
+                    text = json.dumps(failures, indent=2, ensure_ascii=False) + "\n"
+                    write_atomic(folder.path / FAILURES, text)
+                else:
+                    (folder.path / FAILURES).unlink(missing_ok=True)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -147,4 +156,7 @@ def read_sweep(path: Path) -> Sweep:
 def read_failures(path: Path) -> dict[str, str]:
     """The error of each failed point, by its name."""
     file = path / FAILURES
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    try:
+        return dict(read_json(file)) if file.is_file() else {}
+    except (BadInput, TypeError, ValueError) as error:
+        raise BadRunFolder(f"{error}; delete {file} to try the failed points again") from error

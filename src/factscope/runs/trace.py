@@ -9,7 +9,7 @@ from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.io import sha256
 from factscope.progress import Progress, no_progress
-from factscope.runs.folder import RunFolder, run_info
+from factscope.runs.folder import RunFolder, locks_folder, run_info
 from factscope.tracing.settings import Tracing
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class TraceRun:
         """Create the run's folder, or open it to resume."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
+    @locks_folder
     def run(
         self,
         lm: "LM",

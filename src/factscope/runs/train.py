@@ -22,10 +22,10 @@ from factscope.data.readers import read_cases
 from factscope.editing.hypernet.settings import Locality, Training
 from factscope.errors import BadSetting, DidNotConverge
 from factscope.facts import Case
-from factscope.io import sha256, write_atomic
+from factscope.io import resumable_write, sha256, write_atomic
 from factscope.progress import Progress, no_progress
 from factscope.records import TrainingRecord, write_records
-from factscope.runs.folder import WEIGHTS, RunFolder, run_info
+from factscope.runs.folder import CHECKPOINT, WEIGHTS, RunFolder, locks_folder, run_info
 from factscope.settings import check
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from factscope.editing.hypernet.train import Trainer
     from factscope.lm.model import LM
 
-CHECKPOINT = "checkpoint.safetensors"
 SAVE_PAUSE = 20
 """The next save waits at least 20 times as long as the last one took: networks can have gigabytes,
 and saving must take at most a twentieth of the time."""
@@ -191,6 +190,7 @@ class TrainRun:
         """A new run folder, or an existing one of the same run."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
+    @locks_folder
     def run(
         self,
         lm: "LM",
@@ -253,10 +253,12 @@ class TrainRun:
         from factscope.editing.hypernet.train import write_checkpoint
 
         self._save_weights(trainer, folder)
-        write_checkpoint(trainer, folder.path / CHECKPOINT)
+        with resumable_write(folder.path / CHECKPOINT):
+            write_checkpoint(trainer, folder.path / CHECKPOINT)
 
     def _save_weights(self, trainer: "Trainer", folder: RunFolder) -> None:
         from factscope.editing.hypernet.model import pack_weights
 
         source = {**self.source.spec(), "training": self.training.to_dict()}
-        write_atomic(folder.path / WEIGHTS, pack_weights(trainer.weights(source)))
+        with resumable_write(folder.path / WEIGHTS):
+            write_atomic(folder.path / WEIGHTS, pack_weights(trainer.weights(source)))
