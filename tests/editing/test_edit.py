@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from factscope.editing.checks import with_checks
 from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank, applied_edits
 from factscope.editing.per_row import edited
 from factscope.errors import BadEdit, UnsafeEdit
 from factscope.lm.model import LM
 
+from editing_facts import text_lm
 from edits import (
     BIASED,
     FACT,
@@ -179,14 +181,14 @@ def test_an_edit_that_fails_its_checks_is_refused_unless_forced(gpt2: LM) -> Non
         assert applied_edits(gpt2) == (edit,)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_change_that_is_not_finite_changes_nothing(gpt2: LM, bad: float, which: int) -> None:
+def test_a_change_that_overflows_the_weight_changes_nothing(which: int) -> None:
+    gpt2 = tiny("gpt2")
+    gpt2.model.to(torch.float16)  # whose largest number is 65504
     before, there = state_of(gpt2), some_edits(gpt2)[1]
     names = [mlp(gpt2, 0), mlp(gpt2, 1)]
     changes: dict[str, Change] = {name: low_rank(gpt2, name) for name in names}
-    B, A = torch.ones(32, 1), torch.full((1, 128), bad)
-    changes[names[which]] = LowRank(B, A * 10)
+    changes[names[which]] = LowRank(torch.ones(32, 1), torch.full((1, 128), 1e5))
     edit = edit_of(gpt2, changes)
     with pytest.raises(BadEdit, match=f"would make {names[which]} infinite"):
         edit.apply(gpt2)
@@ -197,6 +199,124 @@ def test_a_change_that_is_not_finite_changes_nothing(gpt2: LM, bad: float, which
             pass
         assert_same(state_of(gpt2), inside)
     assert applied_edits(gpt2) == ()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_edit_with_nan_or_infinity_cannot_be_made(gpt2: LM, bad: float, which: int) -> None:
+    names = [mlp(gpt2, 0), mlp(gpt2, 1)]
+    zeros = torch.zeros(32, 128)  # 0 times infinity is NaN
+    for change in (
+        LowRank(torch.ones(32, 2), torch.tensor([[1.0] * 127 + [bad], [0.0] * 128])),
+        LowRank(torch.full((32, 1), bad), torch.zeros(1, 128)),
+        Dense(zeros.index_fill(0, torch.tensor(5), bad)),
+    ):
+        changes: dict[str, Change] = {name: low_rank(gpt2, name) for name in names}
+        changes[names[which]] = change
+        with pytest.raises(BadEdit, match=f"the change of {names[which]} is NaN or infinite"):
+            edit_of(gpt2, changes)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e39])
+def test_a_multiple_that_is_not_finite_is_refused(gpt2: LM, factor: float) -> None:
+    for edit in some_edits(gpt2)[:2]:
+        with pytest.raises(BadEdit, match="is NaN or infinite"):
+            _ = edit * factor
+
+
+def test_factors_whose_product_is_infinite_are_refused(gpt2: LM) -> None:
+    with pytest.raises(BadEdit, match="is NaN or infinite"):
+        edit_of(gpt2, {mlp(gpt2, 0): LowRank(torch.ones(32, 1) * 1e30, torch.ones(1, 128) * 1e30)})
+
+
+# ---- checks of sums and multiples
+
+
+def test_a_harmful_multiple_or_sum_is_refused_unless_forced() -> None:
+    lm = text_lm("gpt2")
+    name, before = mlp(lm, 0), state_of(lm)
+    small = edit_of(lm, {name: low_rank(lm, name, size=1e-3)})
+    for edit in (1e6 * small, small + 1e6 * small, -(1e6 * small), replace(1e6 * small)):
+        assert edit.checks is None
+        with pytest.raises(UnsafeEdit, match="update norm"):
+            edit.apply(lm)
+        assert_same(state_of(lm), before)
+        with edit.applied(lm, force=True):
+            assert applied_edits(lm) == (edit,)
+    for edit in (2.0 * small, small + small, -small):
+        with edit.applied(lm):
+            assert applied_edits(lm) == (edit,)
+    assert_same(state_of(lm), before)
+
+
+def test_missing_checks_include_the_perplexity() -> None:
+    lm = text_lm("gpt2")
+    # Within the limit of the norm, but it makes one token likely everywhere.
+    token, size = lm.embed.weight[7], 0.45 * lm.mlp_weight(2).norm().item()
+    B, A = (token / token.norm() * size)[:, None], torch.full((1, 128), 128**-0.5)
+    edit = edit_of(lm, {mlp(lm, 2): LowRank(B, A)}, checks=None)
+    with pytest.raises(UnsafeEdit, match="perplexity of unrelated text") as refused:
+        edit.apply(lm)
+    assert "update norm" not in str(refused.value)
+    [checked] = with_checks(lm, [edit])
+    assert checked.checks is not None
+    assert str(refused.value).count(f"{checked.checks.perplexity_after:.4g}") == 1
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.ln_f.weight"])
+def test_an_edit_of_no_linear_layer_is_checked_too(name: str) -> None:
+    lm = text_lm("gpt2")
+    W, before = lm.model.get_parameter(name).detach().clone(), state_of(lm)
+    harmless, harmful = (
+        edit_of(lm, {name: Dense(size * W)}, checks=None) for size in (1e-3, -0.999)
+    )
+    with pytest.raises(UnsafeEdit, match="update norm"):
+        harmful.apply(lm)
+    assert_same(state_of(lm), before)
+    with harmless.applied(lm):
+        assert applied_edits(lm) == (harmless,)
+
+
+# ---- weights changed by hand
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_weight_changed_by_hand_is_not_overwritten(gpt2: LM, data: bool) -> None:
+    first, second, *_ = some_edits(gpt2)  # both change the weight
+    name, before = mlp(gpt2, 0), state_of(gpt2)
+    first.apply(gpt2)
+    weight = gpt2.model.get_parameter(name)
+    with torch.no_grad():
+        (weight.data if data else weight)[3, 4] += 1e-3
+    there = state_of(gpt2)
+    for change in (first.revert, second.apply):
+        with pytest.raises(BadEdit, match=f"{name} was changed by hand since an edit"):
+            change(gpt2)
+        assert_same(state_of(gpt2), there)
+        assert applied_edits(gpt2) == (first,)
+    second.apply(gpt2, force=True)
+    second.revert(gpt2)
+    first.revert(gpt2)
+    assert_same(state_of(gpt2), before)
+    with pytest.raises(BadEdit, match="changed by hand"), first.applied(gpt2):
+        weight.data[3, 4] += 1e-3
+    first.revert(gpt2, force=True)
+    assert_same(state_of(gpt2), before)
+
+
+def test_other_weights_may_be_changed_by_hand(gpt2: LM) -> None:
+    before = gpt2.mlp_weight(2).clone()
+    with some_edits(gpt2)[0].applied(gpt2):
+        gpt2.mlp_weight(2).data.mul_(2)
+    torch.testing.assert_close(gpt2.mlp_weight(2), 2 * before)
+    gpt2.mlp_weight(2).data.copy_(before)
+
+
+def test_a_model_may_change_its_precision_while_edited(half: LM) -> None:
+    lm = tiny(half.name.removeprefix("tiny "))
+    with some_edits(lm)[0].applied(lm):
+        lm.model.to(torch.bfloat16)
+    assert_same(state_of(lm), state_of(half))
 
 
 def test_a_change_below_precision_is_refused(gpt2: LM) -> None:
@@ -222,7 +342,7 @@ def test_reverting_never_fails_because_remaining_edits_are_small(gpt2: LM) -> No
 
 def test_an_edit_and_its_negative_cancel(gpt2: LM) -> None:
     before, edit = state_of(gpt2), some_edits(gpt2)[0]
-    with edit.applied(gpt2), (edit * -1.0).applied(gpt2):
+    with edit.applied(gpt2), (edit * -1.0).applied(gpt2, force=True):
         for name, weight in state_of(gpt2).items():
             torch.testing.assert_close(weight, before[name])
     assert_same(state_of(gpt2), before)
@@ -300,7 +420,7 @@ def test_a_sum_applies_both_edits(gpt2: LM) -> None:
     assert both.changed_weights == tuple(sorted({*first.changed_weights, *second.changed_weights}))
     with first.applied(gpt2), second.applied(gpt2):
         wanted = state_of(gpt2)
-    with both.applied(gpt2):
+    with both.applied(gpt2, force=True):
         found = state_of(gpt2)
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
@@ -357,7 +477,41 @@ def test_edits_of_two_models_cannot_be_added(gpt2: LM) -> None:
         _ = first + edit_of(gpt2, {name: Dense(torch.ones(2, 2))})
 
 
+def test_sum_minus_and_difference(gpt2: LM) -> None:
+    first, second, *_ = some_edits(gpt2)
+    name = mlp(gpt2, 0)
+    a, b = first.changes[name].matrix(), second.changes[name].matrix()
+    total = sum([first, second])
+    assert isinstance(total, Edit)
+    torch.testing.assert_close(total.changes[name].matrix(), a + b)
+    torch.testing.assert_close((-first).changes[name].matrix(), -a)
+    torch.testing.assert_close((first - second).changes[name].matrix(), a - b)
+    assert sum([first]) is first
+    for number in (1, "x"):
+        with pytest.raises(TypeError):
+            _ = number + first
+
+
+def test_repr_is_short_and_html_is_escaped(gpt2: LM) -> None:
+    edit = edit_of(gpt2, dict(some_edits(gpt2)[1].changes), facts=(FACT,) * 3, method="<b>")
+    assert repr(edit) == (
+        "Edit(<b> for tiny gpt2: 'The Louvre is in' → 'Rome'; 2 more facts; "
+        "transformer.h.0.mlp.c_proj.weight: Dense(32 × 128); 1 more weights)"
+    )
+    assert repr(edit.changes[mlp(gpt2, 1)]) == "LowRank(rank 2, 32 × 128)"
+    page = edit._repr_html_()
+    assert "<b>Edit: &lt;b&gt; for tiny gpt2</b>" in page
+    assert page.count("<li>&#x27;The Louvre is in&#x27; → &#x27;Rome&#x27;</li>") == 3
+    assert "not checked" in repr(2.0 * edit)
+
+
 # ---- per-row edits
+
+
+def test_a_change_of_another_shape_cannot_be_given_to_rows(gpt2: LM) -> None:
+    edit = edit_of(gpt2, {mlp(gpt2, 0): Dense(torch.ones(2, 3))})
+    with pytest.raises(BadEdit, match=r"shape \(128, 32\), .*\(3, 2\)"), edited(gpt2, [edit]):
+        pass
 
 
 def _alone(lm: LM, edit: Edit | None, ids: Tensor = IDS) -> Tensor:

@@ -114,9 +114,9 @@ def test_edits_of_every_family_are_saved_and_loaded(lm: LM, tmp_path: Path) -> N
         assert_same_edit(Edit.load(tmp_path / f"{number}"), edit)
 
 
-def test_infinities_nan_and_subnormals_are_preserved(gpt2: LM, tmp_path: Path) -> None:
-    odd = torch.tensor([[0.0, -0.0, 1e-45, math.inf], [3.4e38, math.nan, -math.inf, 1.0]])
-    changes: dict[str, Change] = {"a.weight": Dense(odd), "b.weight": LowRank(odd.T, odd)}
+def test_extreme_numbers_are_preserved(gpt2: LM, tmp_path: Path) -> None:
+    odd = torch.tensor([[0.0, -0.0, 1e-45, -1e-38], [3.4e38, 1.2e-38, -3.4e38, 1.0]])
+    changes: dict[str, Change] = {"a.weight": Dense(odd), "b.weight": LowRank(odd.T, odd / 1e39)}
     edit = edit_of(gpt2, changes)
     edit.save(tmp_path / "odd")
     assert_same_edit(Edit.load(tmp_path / "odd"), edit)
@@ -171,6 +171,23 @@ def test_a_loaded_edit_does_not_depend_on_its_file(edit: Edit, path: Path) -> No
 
 
 # ---- failures of writing
+
+
+def test_a_file_that_is_not_an_edit_is_not_replaced(edit: Edit, path: Path, tmp_path: Path) -> None:
+    notes, tensors, empty = (tmp_path / name for name in ("notes.txt", "other", "empty"))
+    notes.write_text("my notes")
+    save_file({"weight": torch.ones(2)}, tensors)
+    empty.touch()
+    for other in (notes, tensors):
+        before = other.read_bytes()
+        with pytest.raises(BadEdit, match=f"{other.name} exists and is not an edit.*--force"):
+            edit.save(str(other))
+        assert other.read_bytes() == before
+    notes_edit = replace(edit, method="new")
+    notes_edit.save(notes, force=True)
+    for place in (notes, path, empty):
+        notes_edit.save(place)
+        assert Edit.load(str(place)).method == "new"
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
@@ -251,6 +268,15 @@ def test_other_safetensors_files_are_refused(header: Header | None, tmp_path: Pa
 def test_a_newer_version_is_refused(path: Path) -> None:
     rewrite(path, lambda header, tensors: header.update(format=f"{FORMAT} 3"))
     assert_refused(path, "has format version 3", "up to 2", "update factscope")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_file_with_nan_or_infinity_is_refused(path: Path, bad: float) -> None:
+    for key in ("transformer.h.0.mlp.c_proj.weight#A", "transformer.h.1.mlp.c_proj.bias#delta"):
+        data = path.read_bytes()
+        rewrite(path, lambda header, tensors, key=key: tensors[key].view(-1)[3].fill_(bad))
+        assert_refused(path, f"the change of {key.partition('#')[0]} is NaN or infinite")
+        path.write_bytes(data)
 
 
 # ---- version 1

@@ -5,12 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from factscope.editing.edit import Change, Dense, Edit, LowRank
+from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank
 from factscope.facts import Fact
 from factscope.lm.model import LM
 
 FACT = Fact(subject="The Louvre", prompt="{} is in", target="Rome", id="7", relation="P131")
 IDS = torch.arange(3 * 6).reshape(3, 6) * 7 % 97 + 3
+
+PASSED = EditChecks(
+    division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=10.0
+)
+"""Checks that pass: without them, `apply` measures an edit, and these are large."""
 
 State = dict[str, Tensor]
 
@@ -60,6 +65,7 @@ def edit_of(lm: LM, changes: dict[str, Change], **fields: Any) -> Edit:
             "fingerprint": lm.fingerprint,
             "method": "test",
             "facts": (FACT,),
+            "checks": PASSED,
             **fields,
         }
     )

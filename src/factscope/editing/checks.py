@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.editing.edit import Edit, EditChecks
-from factscope.editing.per_row import edited, factors_applied, factors_by_row
+from factscope.editing.per_row import edited, factors_applied, factors_by_row, linear_of
 from factscope.errors import PromptTooLong
 from factscope.lm.accel import MIN_BATCH, accelerated
 from factscope.lm.tokens import encode
@@ -40,11 +40,15 @@ def with_checks(
         return []
     factors = [None] * len(edits) if division_factors is None else division_factors
     models = [None, *edits]
-    before, *after = [
-        perplexity
-        for i in range(0, len(models), EDITS_PER_PASS)
-        for perplexity in _text_perplexities(lm, models[i : i + EDITS_PER_PASS])
-    ]
+    if any(linear_of(lm, name) is None for edit in edits for name in edit.changes):
+        [before] = _text_perplexities(lm, [None])
+        after = [_perplexity_applied(lm, edit) for edit in edits]
+    else:
+        before, *after = [
+            perplexity
+            for i in range(0, len(models), EDITS_PER_PASS)
+            for perplexity in _text_perplexities(lm, models[i : i + EDITS_PER_PASS])
+        ]
     return [
         replace(edit, checks=measure_checks(lm, edit, before, perplexity, factor))
         for edit, factor, perplexity in zip(edits, factors, after, strict=True)
@@ -58,12 +62,35 @@ def measure_checks(
     return EditChecks(
         division_factor=division_factor,
         update_norm=max(
-            change.norm() / (lm.model.get_parameter(name).float().norm().item() or math.inf)
-            for name, change in edit.changes.items()
+            (
+                change.norm() / (lm.model.get_parameter(name).float().norm().item() or math.inf)
+                for name, change in edit.changes.items()
+            ),
+            default=0.0,
         ),
         perplexity_before=before,
         perplexity_after=after,
     )
+
+
+def raise_if_unsafe(lm: "LM", edit: Edit) -> None:
+    """Refuse an edit for another model, and one that fails its checks.
+
+    A sum or a multiple has no checks: the perplexity of its parts says nothing about it. Missing
+    checks are measured here. That takes one pass of a text of about 130 tokens, as when an edit is
+    made, which makes hundreds of such passes. It is measured on the model as it is, with the edits
+    that are applied.
+    """
+    edit.check_model(lm)
+    [checked] = [edit] if edit.checks is not None else with_checks(lm, [edit])
+    assert checked.checks is not None
+    checked.checks.raise_if_unsafe()
+
+
+def _perplexity_applied(lm: "LM", edit: Edit) -> float:
+    """The text's perplexity with the edit in the weights: rows cannot have edits of embeddings."""
+    with edit.applied(lm, force=True):
+        return _text_perplexities(lm, [None])[0]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@
 applied and reverted, added and scaled, saved and loaded.
 """
 
+import html
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 # ---- the change of one weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LowRank:
     """ΔW = B A."""
 
@@ -61,6 +62,14 @@ class LowRank:
     def __mul__(self, factor: float) -> "LowRank":
         return LowRank(self.B * factor, self.A)
 
+    def __repr__(self) -> str:
+        return f"LowRank(rank {self.rank}, {' × '.join(map(str, self.shape))})"
+
+    def is_finite(self) -> bool:
+        """Whether no entry of ΔW can be NaN or infinite: |ΔW| ≤ ‖B‖ ‖A‖, without computing ΔW."""
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (self.B, self.A)]
+        return bool(norms[0] * norms[1] <= torch.finfo(torch.float32).max)
+
     def norm(self) -> float:
         """The Frobenius norm of ΔW, computed without ΔW."""
         if self.rank == 1:  # the usual case; a matmul would wake BLAS threads
@@ -69,7 +78,7 @@ class LowRank:
         return gram.sum().clamp(min=0).sqrt().item()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense:
     """ΔW entry by entry; also the change of a bias."""
 
@@ -95,6 +104,13 @@ class Dense:
 
     def __mul__(self, factor: float) -> "Dense":
         return Dense(self.delta * factor)
+
+    def __repr__(self) -> str:
+        return f"Dense({' × '.join(map(str, self.shape))})"
+
+    def is_finite(self) -> bool:
+        """Whether no entry of ΔW is NaN or infinite."""
+        return bool(self.delta.isfinite().all())
 
     def norm(self) -> float:
         """The Frobenius norm of ΔW."""
@@ -184,7 +200,7 @@ class EditChecks:
 # ---- edits
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Edit:
     """Changes of named weights of one model."""
 
@@ -200,7 +216,15 @@ class Edit:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's settings, with all defaults resolved, and its results, such as losses."""
     checks: EditChecks | None = None
-    """None if not measured."""
+    """None if not measured, as in a sum or a multiple; `apply` measures them then."""
+
+    def __post_init__(self) -> None:
+        for name, change in self.changes.items():
+            if not change.is_finite():
+                raise BadEdit(
+                    f"the change of {name} is NaN or infinite; make the edit again, with the model "
+                    "in float32"
+                )
 
     @cached_property
     def changed_weights(self) -> tuple[str, ...]:
@@ -210,26 +234,33 @@ class Edit:
     def apply(self, lm: "LM", *, force: bool = False) -> None:
         """Add the changes to the model's weights, on top of the edits applied before.
 
-        Refuses another model and an edit that fails its checks, unless `force`.
+        Refuses another model, an edit that fails its checks, and a weight that was changed by hand
+        since an edit of it was applied, unless `force`. Missing checks are measured, as
+        `editing.checks.raise_if_unsafe` explains.
         """
-        if not force:
-            self.check_model(lm)
-            if self.checks is not None:
-                self.checks.raise_if_unsafe()
-        _ = lm.fingerprint  # computed once; must be that of the unedited weights
         edits = applied_edits(lm)
         if any(other is self for other in edits):
             raise BadEdit(
                 "the edit is applied already; revert it first, or scale it to apply it twice"
             )
-        _set_edits(lm, [*edits, self], self.changes, must_change=True)
+        if not force:
+            from factscope.editing.checks import raise_if_unsafe
 
-    def revert(self, lm: "LM") -> None:
-        """Remove the edit from the weights, bit-for-bit; edits may be reverted in any order."""
+            raise_if_unsafe(lm, self)
+        _ = lm.fingerprint  # computed once; must be that of the unedited weights
+        _set_edits(lm, [*edits, self], self.changes, must_change=True, force=force)
+
+    def revert(self, lm: "LM", *, force: bool = False) -> None:
+        """Remove the edit from the weights, bit-for-bit; edits may be reverted in any order.
+
+        Refuses if a weight was changed by hand since, because that change would be lost; `force`
+        drops it.
+        """
         edits = applied_edits(lm)
         if not any(other is self for other in edits):
             raise BadEdit("the edit is not applied to this model; apply it first")
-        _set_edits(lm, [other for other in edits if other is not self], self.changes)
+        remaining = [other for other in edits if other is not self]
+        _set_edits(lm, remaining, self.changes, force=force)
 
     @contextmanager
     def applied(self, lm: "LM", *, force: bool = False) -> Iterator["LM"]:
@@ -238,7 +269,7 @@ class Edit:
         try:
             yield lm
         finally:
-            self.revert(lm)
+            self.revert(lm, force=force)
 
     def check_model(self, lm: "LM") -> None:
         """Refuse a model that the edit is not for."""
@@ -253,6 +284,8 @@ class Edit:
         return replace(self, changes={name: x.to(device) for name, x in self.changes.items()})
 
     def __add__(self, other: "Edit") -> "Edit":
+        if not isinstance(other, Edit):
+            return NotImplemented
         if self.fingerprint != other.fingerprint:
             raise BadEdit(
                 f"an edit for {self.model} ({self.fingerprint[:12]}) and one for {other.model} "
@@ -280,11 +313,46 @@ class Edit:
 
     __rmul__ = __mul__
 
-    def save(self, path: str | Path) -> None:
+    def __radd__(self, other: object) -> "Edit":
+        """For `sum`, which starts with 0."""
+        return self if other == 0 else NotImplemented
+
+    def __neg__(self) -> "Edit":
+        return self * -1.0
+
+    def __sub__(self, other: "Edit") -> "Edit":
+        return self + -other if isinstance(other, Edit) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Edit({self.method} for {self.model}: {'; '.join(self._lines())})"
+
+    def _repr_html_(self) -> str:
+        """The edit in a notebook."""
+        title = html.escape(f"{self.method} for {self.model}")
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in self._lines(10))
+        return f"<b>Edit: {title}</b><ul>{lines}</ul>"
+
+    def _lines(self, most: int = 1) -> list[str]:
+        """The first facts and weights, and the checks, as short texts."""
+        facts = [f"{fact.text!r} → {fact.target!r}" for fact in self.facts]
+        weights = [f"{name}: {self.changes[name]!r}" for name in self.changed_weights]
+        complaints = ["not checked"] if self.checks is None else self.checks.complaints()
+        return [
+            *facts[:most],
+            *([f"{len(facts) - most} more facts"] if len(facts) > most else []),
+            *weights[:most],
+            *([f"{len(weights) - most} more weights"] if len(weights) > most else []),
+            *complaints,
+        ]
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the edit to a file, atomically; `load` returns it bit-for-bit.
 
-        Settings are stored as JSON: tuples come back as lists.
+        Settings are stored as JSON: tuples come back as lists. Replaces an edit file; any other
+        file only with `force`.
         """
+        if not force:
+            check_replaceable(path)
         try:
             settings = json.dumps(dict(self.settings))
         except (TypeError, ValueError) as error:
@@ -334,7 +402,7 @@ class Edit:
                 settings=dict(json.loads(header["settings"])),
                 checks=None if checks is None else EditChecks(**json.loads(checks)),
             )
-        except (KeyError, ValueError, TypeError, AttributeError, BadFact) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, BadFact, BadEdit) as error:
             reason = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
             raise _unreadable(path, reason) from error
 
@@ -361,6 +429,9 @@ class _Applied:
     edits: list[Edit] = field(default_factory=list)
     originals: dict[str, Tensor] = field(default_factory=dict)
     """Name of a changed weight → the weight before any edit."""
+    edited: dict[str, Tensor] = field(default_factory=dict)
+    """Name of a changed weight → the weight with the edits. Compared with the weight before it is
+    overwritten: exact, and cheaper than computing W + ΔW once more."""
 
 
 _APPLIED: WeakKeyDictionary[nn.Module, _Applied] = WeakKeyDictionary()
@@ -374,31 +445,46 @@ def applied_edits(lm: "LM") -> tuple[Edit, ...]:
 
 @torch.no_grad()
 def _set_edits(
-    lm: "LM", edits: list[Edit], names: Iterable[str], *, must_change: bool = False
+    lm: "LM",
+    edits: list[Edit],
+    names: Iterable[str],
+    *,
+    must_change: bool = False,
+    force: bool = False,
 ) -> None:
     """Recompute the named weights for the given edits: all of them or, on an error, none."""
     state = _APPLIED.setdefault(lm.model, _Applied())
     weights = {name: weight_of(lm, name) for name in names}
+    for name, weight in weights.items():
+        check_shapes(lm, name, [edit.changes[name] for edit in edits if name in edit.changes])
+        expected = state.edited.get(name, weight)
+        if not force and not torch.equal(weight, expected.to(weight.device, weight.dtype)):
+            raise BadEdit(
+                f"{name} was changed by hand since an edit of it was applied, which would be lost; "
+                "copy the weight first, or drop the change with force=True"
+            )
     before = {name: weight.clone() for name, weight in weights.items()}
     originals = {name: state.originals.get(name, before[name]) for name in weights}
+    edited = {}
     try:
         for name, weight in weights.items():
-            edited = _edited_weight(lm, originals[name], name, edits)
-            if must_change and torch.equal(edited, before[name]):
+            edited[name] = _edited_weight(lm, originals[name], name, edits)
+            if must_change and torch.equal(edited[name], before[name]):
                 raise BadEdit(
                     f"the edit is so small that {name} does not change in {weight.dtype}; "
                     "not applied"
                 )
-            weight.copy_(edited)
+            weight.copy_(edited[name])
     except BaseException:
         for name, weight in weights.items():
             weight.copy_(before[name])
         raise
     state.edits = edits
     state.originals.update(originals)
+    state.edited.update(edited)
     for name in weights:
         if not any(name in edit.changes for edit in edits):
-            del state.originals[name]
+            del state.originals[name], state.edited[name]
 
 
 def _edited_weight(lm: "LM", original: Tensor, name: str, edits: list[Edit]) -> Tensor:
@@ -410,17 +496,23 @@ def _edited_weight(lm: "LM", original: Tensor, name: str, edits: list[Edit]) -> 
     total = original.to(torch.promote_types(original.dtype, torch.float32))
     for change in changes:
         delta = change.to(original.device).matrix().float()
-        delta = delta.T if transposed else delta
-        if delta.shape != total.shape:
-            raise BadEdit(
-                f"{name} has shape {tuple(total.shape)}, the edit's change of it "
-                f"{tuple(delta.shape)}; is it for another model?"
-            )
-        total = total + delta
+        total = total + (delta.T if transposed else delta)
     edited = total.to(original.dtype)
     if not edited.isfinite().all():
         raise BadEdit(f"the edit would make {name} infinite in {original.dtype}; not applied")
     return edited
+
+
+def check_shapes(lm: "LM", name: str, changes: Iterable[Change]) -> None:
+    """Refuse changes that have another shape than the weight of that name."""
+    stored, transposed = tuple(weight_of(lm, name).shape), is_transposed(lm, name)
+    for change in changes:
+        shape = change.shape[::-1] if transposed else change.shape
+        if shape != stored:
+            raise BadEdit(
+                f"{name} has shape {stored}, the edit's change of it {shape}; is it for another "
+                "model?"
+            )
 
 
 def weight_of(lm: "LM", name: str) -> nn.Parameter:
@@ -459,6 +551,23 @@ FORMAT = "factscope-edit"
 VERSION = 2
 """Version 1 is read, too. Its header has `health` for `checks`; its settings keep the names that
 they had then."""
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Refuse to replace a file that is neither an edit nor empty."""
+    path = Path(path)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("format", "").startswith(FORMAT):
+                return
+    except (SafetensorError, OSError):
+        pass
+    raise BadEdit(
+        f"{path} exists and is not an edit file; give another path, or force it (--force; in "
+        "Python force=True) to replace the file"
+    )
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from factscope.editing.edit import Change, Edit, LowRank, weight_of
+from factscope.editing.edit import Change, Edit, LowRank, check_shapes, weight_of
 from factscope.errors import BadEdit
 from factscope.lm.hooks import hook_io
 
@@ -117,9 +117,12 @@ def _changes_by_weight(lm: "LM", edits: Sequence[Edit | None]) -> dict[str, list
         if edit is not None:
             edit.check_model(lm)
     names = dict.fromkeys(name for edit in edits if edit is not None for name in edit.changes)
-    return {
+    by_weight = {
         name: [None if edit is None else edit.changes.get(name) for edit in edits] for name in names
     }
+    for name, changes in by_weight.items():
+        check_shapes(lm, name, [change for change in changes if change is not None])
+    return by_weight
 
 
 # ---- hooks
