@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 from cyclopts import Group, Parameter
@@ -68,8 +68,8 @@ class ModelOptions:
     """Device as torch names it, e.g. cpu; auto for the best available."""
     device_map: str | None = None
     """auto spreads the model over several GPUs, as accelerate does."""
-    dtype: str = "float32"
-    """float32, tf32, bfloat16, float16 or auto."""
+    dtype: Literal["float32", "tf32", "bfloat16", "float16", "auto"] = "float32"
+    """Number format of the weights; auto for that of the file."""
 
     def load(self, device: str | None = None) -> "LM":
         """The model, with a spinner while it loads."""
@@ -88,7 +88,7 @@ class FactSource:
     """Text up to the object."""
     subject: str | None = None
     """The words of the prompt that name the subject."""
-    occurrence: int | None = None
+    occurrence: Annotated[int | None, Ge(1)] = None
     """Which occurrence of the subject in the prompt, from 1; the last if not given."""
     facts: str | None = None
     """Instead of a prompt: all facts of a file or data set, e.g. known."""

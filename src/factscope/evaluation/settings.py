@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from factscope.settings import Flag, check
+from factscope.settings import Flag, Seed, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,10 @@ class ScoringOptions:
     """Length of generated texts in tokens, generation prompt included; 0 to generate none."""
     top_k: Annotated[int, Ge(1)] = 5
     """Draw each token of a generated text from the k most likely ones."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of generated texts."""
     attributes: bool = True
     """Also score prompts about subjects that already have the new object; --no-attributes leaves
     them out."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check

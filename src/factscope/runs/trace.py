@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from factscope.data.readers import FactsFile, read_facts
 from factscope.errors import BadFact
@@ -10,6 +12,7 @@ from factscope.facts import Fact
 from factscope.io import sha256
 from factscope.progress import Progress, no_progress
 from factscope.runs.folder import RunFolder, locks_folder, run_info
+from factscope.settings import check
 from factscope.tracing.settings import Tracing
 
 if TYPE_CHECKING:
@@ -26,10 +29,12 @@ class TraceRun:
     """Number format of the weights."""
     facts: Path
     """File of facts."""
-    limit: int | None = None
+    limit: Annotated[int | None, Ge(1)] = None
     """Use only the first N facts."""
     settings: Tracing
     """Corruption, restored kinds, window and so on."""
+
+    __post_init__ = check
 
     def read(self) -> FactsFile:
         """The facts to trace, and problems of the lines that cannot be read."""

@@ -26,7 +26,7 @@ from factscope.io import resumable_write, sha256, write_atomic
 from factscope.progress import Progress, no_progress
 from factscope.records import TrainingRecord, write_records
 from factscope.runs.folder import CHECKPOINT, WEIGHTS, RunFolder, locks_folder, run_info
-from factscope.settings import check
+from factscope.settings import Seed, check
 
 if TYPE_CHECKING:
     from factscope.editing.hypernet.examples import CaseExamples, TextExamples
@@ -54,7 +54,7 @@ class FromCases:
     locality: Locality = "unrelated"
     """Prompts that an edit must not change: of unrelated facts, or of neighbours of the same
     fact."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of the cases."""
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class FromText:
     """Tokens of each sequence."""
     target_tokens: Annotated[int, Ge(1)] = 10
     """Tokens of the sampled continuation that an edit teaches; 10 in the original code."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of the text and of the samples."""
     name: str = "text"
     """Name of the data set."""
@@ -162,7 +162,7 @@ class TrainRun:
     """Train for at most this many steps."""
     minutes: Annotated[float | None, Gt(0)] = None
     """Train for at most this many minutes, including those before an interruption."""
-    save_every: float = 60.0
+    save_every: Annotated[float, Ge(0)] = 60.0
     """Seconds between checkpoints, at least."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from factscope.errors import BadSetting
-from factscope.settings import check
+from factscope.settings import Seed, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class StatsSettings:
     """Tokens per sequence; by default 256, or the model's context if that is shorter."""
     batch_size: Annotated[int | None, Ge(1)] = None
     """Sequences per forward pass; by default chosen for the device."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the order of the documents, or for generated text."""
     convergence: Annotated[float | None, Gt(0)] = None
     """Stop early once two halves of the text differ by less than this, e.g. 0.05."""

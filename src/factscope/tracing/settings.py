@@ -1,14 +1,13 @@
 """Settings of causal tracing and their presets. No torch: the command line derives its flags."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le
 
 from factscope.records import KINDS
-from factscope.settings import INTERNAL, Flag, check
+from factscope.settings import INTERNAL, Flag, Seed, check
 
 
 def parse_noise_level(text: Any) -> tuple[float, bool]:
@@ -30,7 +29,7 @@ class Corruption:
     level: Annotated[
         float,
         Ge(0),
-        Lt(math.inf),
+        Le(1_000_000),
         Flag(name="noise", parse=parse_noise_level, show="{:g}s".format, also=("in_sigmas",)),
     ] = 3.0  # App. B.1
     """Noise level: 3s is three standard deviations σ of the subjects' embeddings, 0.25 is
@@ -43,7 +42,7 @@ class Corruption:
     """Tokens after the subject to corrupt too."""
     samples: Annotated[int, Ge(1)] = 10
     """Noise samples to average over."""
-    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    seed: Seed = 0
     """Seed of the noise."""
     rng: Literal["per-fact", "paper"] = "per-fact"
     """Random numbers: per-fact draws independent noise for each fact; paper restarts numpy's

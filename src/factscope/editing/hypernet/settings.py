@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from factscope.errors import BadSetting
-from factscope.settings import check
+from factscope.settings import Seed, check
 
 Locality = Literal["unrelated", "neighbours"]
 """Prompts that an edit must not change: of unrelated facts, or of neighbours of the same fact."""
@@ -25,8 +25,7 @@ class MendConfig:
     edit_lr: Annotated[float, Gt(0)] = 1e-4
     """Initial step size of an edit; training learns one per weight."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,7 @@ class KeConfig:
     edit_lr: Annotated[float, Gt(0)] = 5e-5
     """Initial step size: ‖ΔW‖ is about edit_lr · √(inputs · outputs) for each token."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
 
 NETWORK_CONFIGS: dict[str, type[MendConfig] | type[KeConfig]] = {"mend": MendConfig, "ke": KeConfig}
@@ -79,23 +77,22 @@ class Training:
     """Steps over which the learning rate rises from 0."""
     batch_size: Annotated[int, Ge(2)] = 16
     """Edits per step."""
-    edit_weight: float = 0.1
+    edit_weight: Annotated[float, Ge(0)] = 0.1
     """Weight c_edit of the edit loss."""
-    locality_weight: float = 1.0
+    locality_weight: Annotated[float, Ge(0)] = 1.0
     """Weight c_loc of the KL divergence on unrelated prompts."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients with a larger norm are scaled down to it."""
     validation_examples: Annotated[int, Ge(2)] = 64
     """Examples held out for validation; at most a fifth of all."""
     eval_every: Annotated[int, Ge(1)] = 50
     """Steps between evaluations on the validation examples."""
-    patience: int | None = 20
+    patience: Annotated[int | None, Ge(1)] = 20
     """Stop after this many evaluations without improvement; None: never."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the network's initial weights and of the order of the batches."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
     @property
     def method(self) -> str:
