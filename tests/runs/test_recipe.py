@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from factscope.cli.recipe import known_flags
+from factscope.cli.recipe import _finished, known_flags
 from factscope.data.readers import read_cases
 from factscope.data.registry import DATA_SETS
 from factscope.editing.settings import EDITORS
 from factscope.errors import BadSetting
+from factscope.io import locked
 from factscope.lm.sources import SHORT_NAMES
 from factscope.runs import recipe as recipe_module
+from factscope.runs.folder import RunFolder
 from factscope.runs.recipe import flag_words, read_recipe
 from factscope.runs.sweep import read_sweep
 
@@ -144,6 +146,73 @@ def test_a_recipe_runs_and_resumes(
     said = json.loads(again.out)
     assert list(said["results"]) == ["report:report"]
     assert len(said["results"]["report:report"]["points"]) == 3
+
+
+def test_ctrl_c_stops_the_recipe_and_the_rerun_resumes(
+    factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(
+        "".join(
+            json.dumps({"subject": "Ann", "prompt": f"{{}} speaks {i} words of", "id": str(i)})
+            + "\n"
+            for i in range(3)
+        )
+    )
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        f'title = "T"\n[common]\nmodel = "{model}"\ndevice = "cpu"\nfacts = "{facts}"\n'
+        'samples = 2\n[[run]]\nname = "one"\ncommand = "trace"\n'
+        '[[run]]\nname = "two"\ncommand = "trace"\nseed = 1\n[[report]]\nruns = ["one"]\n'
+    )
+    append, out = RunFolder.append, tmp_path / "out"
+
+    def interrupted(self: RunFolder, record: Any) -> None:
+        if (out / "one" / "records.jsonl").is_file():
+            raise KeyboardInterrupt
+        append(self, record)
+
+    monkeypatch.setattr(RunFolder, "append", interrupted)
+    stopped = factscope("recipe", file, "--out", "out")
+    assert stopped.code == 130
+    assert stopped.err.endswith("factscope: interrupted; the same command resumes\n")
+    assert sorted(path.name for path in out.iterdir()) == ["one"]  # no second run, no report
+    assert len(RunFolder.open(out / "one").trace_records()) == 1
+    assert "# finished" not in factscope("recipe", file, "--out", "out", "--dry-run").out
+    monkeypatch.setattr(RunFolder, "append", append)
+    resumed = factscope("recipe", file, "--out", "out")
+    assert resumed.code == 0, resumed.err
+    assert all(len(RunFolder.open(out / name).trace_records()) == 3 for name in ("one", "two"))
+    assert (out / "report").is_dir()
+    shown = factscope("recipe", file, "--out", "out", "--dry-run").out
+    assert shown.count("  # finished") == 2
+
+
+def test_a_recipe_refuses_a_folder_that_is_in_use_or_cannot_be_written(
+    factscope: Run, tmp_path: Path
+) -> None:
+    file = RECIPES / "small" / "prefix-ablation.toml"
+    (tmp_path / "file").write_text("")
+    assert_refused(factscope("recipe", file, "--out", "file"), "--out", "is a file")
+    assert_refused(factscope("recipe", file, "--out", "/proc/x"), "--out", "cannot be written")
+    with locked(tmp_path / "out"):
+        result = factscope("recipe", file, "--out", "out")
+    assert result.code == 1
+    assert "factscope: out is in use by process" in result.err
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[1]", b"[" * 100_000, b'{"sweep": 1}'])
+def test_a_damaged_file_of_finished_runs_counts_as_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "finished.json").write_bytes(content)
+    assert _finished(tmp_path) == {}
+
+
+def test_statistics_are_looked_up_again(tmp_path: Path) -> None:
+    """Their files are in the cache, which may have been emptied since."""
+    (tmp_path / "run").mkdir()
+    words = {"c": ["stats", "--layers", "1"], "run": ["trace", "--out", str(tmp_path / "run")]}
+    (tmp_path / "finished.json").write_text(json.dumps(words))
+    assert list(_finished(tmp_path)) == ["run"]
 
 
 def test_several_runs_share_a_report(factscope: Run, model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from factscope.cli.stats import collect
 from factscope.cli.trace import trace
 from factscope.cli.train import train
 from factscope.errors import BadInput, BadSetting
-from factscope.io import write_atomic
+from factscope.io import check_output_folder, locked, read_json, write_atomic
 from factscope.runs.folder import WEIGHTS
 from factscope.runs.recipe import Flags, Recipe, Step, flag_words, read_recipe
 from factscope.settings import Flag
@@ -95,18 +95,25 @@ def recipe(options: RecipeOptions) -> None:
         lines = [shlex.join(x["words"]) + ("  # finished" if x["finished"] else "") for x in steps]
         options.print_result({"recipe": contents.title, "steps": steps}, contents.title, *lines)
         return
+    check_output_folder(out)
     results: dict[str, Any] = {}
-    for i, step in enumerate(plan, 1):
-        words = _words(step)
-        if finished.get(step.name) == words:
-            note(f"{i}/{len(plan)} {step.name}: finished")
-            continue
-        note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
-        results[step.name] = _run(step, options.json)
-        if step.command != "report":  # reports are written every time
-            finished[step.name] = words
-            text = json.dumps(finished, indent=2, ensure_ascii=False) + "\n"
-            write_atomic(out / FINISHED, text)
+    try:
+        with locked(out):
+            for i, step in enumerate(plan, 1):
+                words = _words(step)
+                if finished.get(step.name) == words:
+                    note(f"{i}/{len(plan)} {step.name}: finished")
+                    continue
+                note(f"{i}/{len(plan)} factscope {shlex.join(words)}")
+                results[step.name] = _run(step, options.json)
+                if step.command != "report":  # reports are written every time
+                    finished[step.name] = words
+                    text = json.dumps(finished, indent=2, ensure_ascii=False) + "\n"
+                    write_atomic(out / FINISHED, text)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(
+            *(["the same command resumes"] if finished else error.args)
+        ) from None
     if options.json:
         print_json({"recipe": contents.title, "out": out, "results": results})
 
@@ -152,13 +159,18 @@ def _plan(contents: Recipe, out: Path) -> list[Step]:
 
 
 def _finished(out: Path) -> dict[str, list[str]]:
-    """The arguments of the finished runs whose output still exists, by name."""
+    """The arguments of the finished runs whose output still exists, by name.
+
+    Statistics have no --out: the command itself looks them up in the cache.
+    """
     try:
-        recorded = json.loads((out / FINISHED).read_text("utf-8"))
-    except (OSError, ValueError):
+        recorded = dict(read_json(out / FINISHED))
+    except (BadInput, TypeError, ValueError):
         return {}
     return {
         name: words
         for name, words in recorded.items()
-        if "--out" not in words or Path(words[words.index("--out") + 1]).exists()
+        if isinstance(words, list)
+        and "--out" in words
+        and Path(words[words.index("--out") + 1]).exists()
     }
