@@ -1,6 +1,7 @@
-"""What users get from the package index: version, description, recipes."""
+"""What users get with the package: version, description, shell completion, recipes."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -29,3 +30,36 @@ def test_description_on_the_package_index_has_no_relative_addresses() -> None:
     assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text)
     assert "*A trace:" not in text  # the caption of an image that was dropped
     assert "[kmeng01/rome](https://github.com/kmeng01/rome)" in text
+
+
+BASH = """
+source ./script
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _factscope; echo ${{COMPREPLY[@]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("factscope tr", "trace train"),
+        ("factscope edit ex", "export"),
+        ("factscope trace --max-m", "--max-memory"),
+        ("factscope data find-known --pat", "--patterns"),
+    ],
+)
+def test_shell_completes_commands_and_flags(
+    words: str, completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    command = ["bash", "-c", BASH.format(words=words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "powershell"])
+def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "max-memory" in script
+    assert "find-known" in script

@@ -1,9 +1,13 @@
 """The command line: parse arguments, run a command, print errors on one line with an exit code."""
 
+import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
@@ -22,8 +26,10 @@ from factscope.cli import (
     trace,
     train,
 )
-from factscope.cli.flags import Command
+from factscope.cli.flags import Command, Options
+from factscope.cli.output import print_json
 from factscope.errors import BadInput, FactscopeError, OutOfMemory
+from factscope.settings import Flag
 
 
 class Group(dict[str, Command]):
@@ -33,6 +39,24 @@ class Group(dict[str, Command]):
         super().__init__({command.name: command for command in commands})
         self.help = help
         self.default = default
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(Options):
+    """Options."""
+
+    shell: Annotated[Literal["bash", "zsh", "fish", "powershell"], Flag(positional=True)]
+    """Shell to complete commands and flags in."""
+
+
+@Command
+def completion(options: CompletionOptions) -> None:
+    """Print a script that completes commands and flags in a shell."""
+    script = app_for(None).generate_completion(shell=options.shell)
+    if options.json:
+        print_json({"shell": options.shell, "script": script})
+    else:
+        print(script)
 
 
 COMMANDS: dict[str, Command | Group] = {
@@ -60,14 +84,22 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "study": Group("Human evaluation: a blind form, and its results.", study.build, study.report),
     "check": check.check,
+    "completion": completion,
 }  # fmt: skip
 HELP = "Find where a language model stores a fact, edit it, and measure what changed."
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
+OUT_OF_MEMORY = (
+    "out of memory; try --dtype bfloat16, --device cpu, or fewer facts, prompts or tokens at once"
+)
 
 
-def app_for(words: Sequence[str]) -> App:
-    """The cyclopts app; only the command in `words` gets flags, since building them is slow."""
+def app_for(words: Sequence[str] | None) -> App:
+    """The cyclopts app; only the command in `words` gets flags, since building them is slow.
+
+    With None all commands get them.
+    """
+    complete, words = words is None, words or ()
     app = App(
         name="factscope", help=HELP, version=__version__, help_format="plaintext",
         suppress_keyboard_interrupt=False,  # `run` handles it
@@ -75,13 +107,14 @@ def app_for(words: Sequence[str]) -> App:
     for i, (name, entry) in enumerate(COMMANDS.items()):
         named = words[:1] == [name]
         if isinstance(entry, Command):
-            app.command(_function(entry, words[1:], named), name=name, sort_key=i)
+            function = _function(entry, words[1:], named or complete)
+            app.command(function, name=name, sort_key=i)
             continue
         group = App(name=name, help=entry.help, sort_key=i)
         second = next(iter(words[1:]), None)
         for j, (word, command) in enumerate(entry.items()):
             chosen = named and (second == word or (second not in entry and word == entry.default))
-            function = _function(command, words[1:], chosen)
+            function = _function(command, words[1:], chosen or complete)
             group.command(function, name=word, sort_key=j)
             if word == entry.default:
                 group.default(function)
@@ -104,6 +137,8 @@ def _function(command: Command, words: Sequence[str], chosen: bool):
 def main() -> None:
     """Run the command of `sys.argv`, and exit."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that cannot show every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:]
     if len(words) == 1 and isinstance(COMMANDS.get(words[0]), Group):
         words.append("--help")
@@ -113,6 +148,7 @@ def main() -> None:
 def run(words: Sequence[str]) -> int:
     """Run a command; an error is one message on standard error. Returns the exit code."""
     try:
+        _check_unicode(words)
         app = app_for(words)
         app(words, exit_on_error=False, print_error=False, result_action="return_value")
         return 0
@@ -120,23 +156,55 @@ def run(words: Sequence[str]) -> int:
         return _failed(str(error), error.exit_code)
     except CycloptsError as error:
         return _failed(_message(error, words), BadInput.exit_code)
-    except KeyboardInterrupt:
-        return _failed("interrupted; the same command resumes", INTERRUPTED)
+    except KeyboardInterrupt as error:  # where a run resumes, its text says so
+        return _failed("; ".join(["interrupted", *map(str, error.args)]), INTERRUPTED)
     except BrokenPipeError:  # as in `factscope … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FactscopeError.exit_code
+    except OSError as error:
+        return _failed(_os_message(error), FactscopeError.exit_code)
+    except UnicodeError as error:
+        return _failed(f"a text is not valid Unicode ({error}); give UTF-8", BadInput.exit_code)
+    except RecursionError:
+        advice = "the input is nested too deeply; give JSON or TOML with fewer levels"
+        return _failed(advice, BadInput.exit_code)
+    except MemoryError:
+        return _failed(OUT_OF_MEMORY, OutOfMemory.exit_code)
     except RuntimeError as error:
         from factscope.lm.memory import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
-        advice = "try --dtype bfloat16, --device cpu, or fewer facts, prompts or tokens at once"
-        return _failed(f"out of memory; {advice}", OutOfMemory.exit_code)
+        return _failed(OUT_OF_MEMORY, OutOfMemory.exit_code)
 
 
 def _failed(message: str, code: int) -> int:
     print(f"factscope: {message}", file=sys.stderr)
     return code
+
+
+def _check_unicode(words: Sequence[str]) -> None:
+    """Raise BadInput for an argument that was not UTF-8: no file or model can store it."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"the argument {word!r} is not valid UTF-8; type it again") from None
+
+
+def _os_message(error: OSError) -> str:
+    """The message for a file that cannot be read or written."""
+    reason = error.strerror or str(error)
+    files = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    where = f"{' → '.join(map(repr, files))}: " if files else ""
+    advice = "give another path, or change its permissions"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "free some space, or give a path on another disk"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "raise the limit with `ulimit -n`"
+    elif not files:
+        advice = "check the disk and the network, then run the command again"
+    return f"{where}{reason}; {advice}"
 
 
 def _message(error: CycloptsError, words: Sequence[str]) -> str:
