@@ -1,5 +1,6 @@
 """factscope edit and generate on a tiny model; each mistake is one message."""
 
+import errno
 import json
 import re
 import shutil
@@ -699,6 +700,15 @@ def test_the_demo_traces_edits_and_draws(
     assert Edit.load(out / "rome.edit").facts == (edited.fact,)
     page = (out / "index.html").read_text()
     assert page.index("Severed graphs") < page.index("Edit checks")
+
+    def full_disk(*_: object) -> list[Path]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("factscope.cli.serve.draw_edit", full_disk)
+    result = factscope("demo", "-m", model, "--out", tmp_path / "full", "--device", "cpu")
+    assert (result.code, result.out) == (1, "")
+    assert "No space left on device" in result.err
+    assert not (tmp_path / "full").exists()
 
 
 def test_out_of_memory_is_one_message(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:

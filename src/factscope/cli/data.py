@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
@@ -24,8 +25,8 @@ from factscope.cli.output import (
 )
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import Case
-from factscope.io import cache_folder, write_atomic
-from factscope.settings import Flag
+from factscope.io import atomic_path, cache_folder, check_output_file, write_atomic
+from factscope.settings import Flag, Seed
 
 if TYPE_CHECKING:
     from factscope.extras.counterfact_builder import FindSubjects
@@ -194,7 +195,7 @@ class KnownOptions(Options):
     """ParaRel's table of patterns, with [X] and [Y]."""
     limit: Annotated[int | None, Ge(1)] = None
     """Use only N facts, drawn at random."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draw."""
     max_new_tokens: Annotated[int, Ge(1)] = 10
     """Tokens to generate."""
@@ -207,6 +208,7 @@ def find_known(options: KnownOptions) -> None:
     from factscope.data.readers import pararel_facts, read_facts
     from factscope.tracing.trace import find_known
 
+    _check_output(options.out, "--out", options.facts, options.patterns)
     if options.patterns is None:
         file = read_facts(options.facts)
         skipped(file.problems)
@@ -260,7 +262,7 @@ class BuildOptions(Options):
     """Keep only records with ten neighbours and attributes."""
     limit: Annotated[int | None, Ge(1)] = None
     """Build at most N records."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of all draws."""
 
 
@@ -273,6 +275,10 @@ def build_counterfact(options: BuildOptions) -> None:
     limit, full = options.limit, options.full
     if options.references is not None and options.text is None:
         raise BadSetting("--references needs --text, the articles to take them from")
+    inputs = options.facts, options.patterns, options.text
+    _check_output(options.out, "--out", *inputs)
+    if options.references is not None:
+        _check_output(options.references, "--references", options.out, *inputs)
     table = read_relation_table(options.facts)
     patterns = read_relation_table(options.patterns)
     selected = [name.strip() for name in (options.relations or "").split(",") if name.strip()]
@@ -299,16 +305,22 @@ def build_counterfact(options: BuildOptions) -> None:
     summary: dict[str, Any] = {
         "file": options.out, "problems": problems, "without_counterfactual": no_counterfactual,
     }  # fmt: skip
+    outputs: dict[Path, Any] = {options.out: records}
     if options.references is not None:
         by_entity = builder.articles_by_entity(texts)
         references = builder.build_references(records, relations, by_entity, find)
-        _write(options.references, references)
+        outputs[options.references] = references
         rewrites = [record["requested_rewrite"] for record in records]
         covered = sum(
             r["target_new"]["str"] in references.get(r["relation_id"], {}) for r in rewrites
         )
         summary |= {"references": options.references, "covered": covered}
-    _write(options.out, records)
+    with ExitStack() as stack:  # after an error, as on a full disk, both files are as before
+        for path, value in outputs.items():
+            # Compressed for .gz; the same bytes for the same value.
+            data = json.dumps(value, ensure_ascii=False, indent=1).encode()
+            data = gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
+            stack.enter_context(atomic_path(path)).write_bytes(data)
     _print_composition(summary, options)
 
 
@@ -330,10 +342,11 @@ def _find_in_wikidata() -> "FindSubjects":
     return find
 
 
-def _write(path: Path, value: Any) -> None:
-    """The value as JSON, compressed for .gz; the same bytes for the same value."""
-    data = json.dumps(value, ensure_ascii=False, indent=1).encode()
-    write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+def _check_output(path: Path, flag: str, *others: Path | None) -> None:
+    """Raise BadSetting if a file cannot be written later, or is one of the other files."""
+    check_output_file(path, flag)
+    if path.resolve() in [other.resolve() for other in others if other is not None]:
+        raise BadSetting(f"{flag} is {str(path)!r}, which another flag names too; give a new file")
 
 
 @dataclass(frozen=True, kw_only=True)

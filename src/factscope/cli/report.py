@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from factscope.cli.flags import Command, Options
 from factscope.cli.output import doing, print_json, results, say
 from factscope.errors import BadRecord, BadSetting
+from factscope.io import check_output_folder
 from factscope.runs.folder import RunFolder
 from factscope.settings import Flag
 
@@ -42,6 +43,7 @@ def report(options: ReportOptions) -> None:
     folders = [RunFolder.open(run) for run in dict.fromkeys(options.runs)]
     commands = {folder.command for folder in folders}
     paper = options.preset == "paper"
+    check_output_folder(options.out or folders[0].path / "report")
     if commands == {"evaluate"}:
         if paper:
             raise BadSetting("--preset is about traces; leave it out for evaluations")

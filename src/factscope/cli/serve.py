@@ -16,7 +16,7 @@ from factscope.cli.trace import draw_trace, print_trace
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting
 from factscope.facts import Case, Fact
-from factscope.io import write_atomic
+from factscope.io import atomic_files, check_output_folder, write_atomic
 from factscope.records import write_records
 from factscope.serve.limits import ServerLimits
 from factscope.settings import INTERNAL, Flag
@@ -107,24 +107,26 @@ def demo(options: DemoOptions) -> None:
     from factscope.tracing.trace import trace
 
     out = options.out
+    check_output_folder(out)
     note(f"Loading {options.model.model}; the first time it is downloaded and converted.")
     lm = options.model.load()
     fact = Fact(subject=SUBJECT, prompt=PROMPT, target="Paris")
     with working(f"tracing {fact.text!r}") as done:
         traced = trace(lm, fact, Tracing(sever=("mlp", "attn")), progress=done)
-    write_records(out / "trace.jsonl", [traced])
     new = Fact(subject=SUBJECT, prompt=PROMPT, target="Rome")
     case = Case(fact=new, paraphrases=PARAPHRASES, neighbours=NEIGHBOURS)
     edit = make_edit(lm, editor("rome"), [case])
     with doing("predicting before and after"):
         edited = before_after(lm, edit, case)
-    edit.save(out / "rome.edit")
-    write_atomic(out / "edit.json", edited.to_json() + "\n")
-    write_atomic(out / "index.html", trace_and_edit_page(traced, edited))
-    figures = [*draw_trace(traced, out / "trace.png"), *draw_edit(edited, None, out / "edit.png")]
-    files = [
-        out / "index.html", *figures, out / "trace.jsonl", out / "edit.json", out / "rome.edit",
-    ]  # fmt: skip
+    with atomic_files(out) as partial:
+        write_records(partial / "trace.jsonl", [traced])
+        edit.save(partial / "rome.edit")
+        write_atomic(partial / "edit.json", edited.to_json() + "\n")
+        write_atomic(partial / "index.html", trace_and_edit_page(traced, edited))
+        figures = draw_trace(traced, partial / "trace.png")
+        figures += draw_edit(edited, None, partial / "edit.png")
+    names = ["index.html", *(path.name for path in figures), "trace.jsonl", "edit.json"]
+    files = [out / name for name in (*names, "rome.edit")]
     if options.json:
         print_json({"files": files})
         return

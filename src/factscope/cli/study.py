@@ -1,6 +1,5 @@
 """factscope study: people compare the texts of two methods without knowing which is which."""
 
-import json
 import secrets
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from annotated_types import Ge
 from factscope.cli.flags import Command, Options
 from factscope.cli.output import doing, note
 from factscope.errors import BadSetting, BadStudy
-from factscope.io import write_atomic
+from factscope.io import atomic_files, check_output_folder, read_json, write_atomic
 from factscope.records import CaseRecord
 from factscope.runs.folder import RunFolder
 from factscope.settings import Flag
@@ -51,6 +50,7 @@ def build(options: BuildOptions) -> None:
     from factscope.extras.study import build_study
     from factscope.report.studies import form_page
 
+    check_output_folder(options.out)
     requested, records = options.num_cases, _comparable_records(options.run_a, options.run_b)
     study = build_study(
         records, cases=requested, unedited=options.unedited, per_rater=options.per_rater,
@@ -62,11 +62,10 @@ def build(options: BuildOptions) -> None:
             f"{key} is the key of another study, whose answers cannot be read without it; give "
             "another folder with --out"
         )
-    for path, text in ((key, study.to_json()), (form, form_page(study, options.title))):
-        try:
-            write_atomic(path, text)
-        except OSError as error:
-            raise BadSetting(f"cannot write {path} ({error.strerror or error})") from error
+    # Both or none: a form without its key is of no use.
+    with atomic_files(options.out) as partial:
+        write_atomic(partial / KEY, study.to_json())
+        write_atomic(partial / FORM, form_page(study, options.title))
     count = len({item.case for item in study.items})
     failed = {name: sum(record.failed for record in run) for name, run in records.items()}
     if not options.json:
@@ -98,8 +97,8 @@ def _comparable_records(*paths: Path) -> dict[str, list[CaseRecord]]:
         if run.command != "evaluate":
             raise BadStudy(f"{name} is a run of {run.command}; `factscope evaluate` writes texts")
     check_comparable({name: run.spec() for name, run in runs.items()})
-    infos = [path / "info.json" for path in paths if (path / "info.json").is_file()]
-    weights = [json.loads(info.read_text("utf-8")).get("model_fingerprint") for info in infos]
+    infos = [read_json(path / "info.json") for path in paths if (path / "info.json").is_file()]
+    weights = [info.get("model_fingerprint") for info in infos if isinstance(info, dict)]
     if len(set(weights)) > 1:
         raise BadStudy(
             f"{paths[0]} and {paths[1]} cannot be compared: under one name they have different "
@@ -128,7 +127,8 @@ def report(options: ReportOptions) -> None:
     from factscope.report.studies import preference_sentence, preference_table, write_study_report
     from factscope.report.tables import as_markdown
 
-    key = options.key
+    key, out = options.key, options.out or options.key.parent / "report"
+    check_output_folder(out)
     try:
         study = Study.from_json(key.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +140,7 @@ def report(options: ReportOptions) -> None:
         raise BadStudy(f"{key}: {error}") from error
     given = votes(study, read_answers(study, list(options.answers)).values())
     with doing("drawing"):
-        files = write_study_report(study, given, options.out or key.parent / "report")
+        files = write_study_report(study, given, out)
     found = preferences(given)
     values = [
         {

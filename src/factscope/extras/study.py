@@ -21,6 +21,7 @@ from factscope.analysis.metrics import UNEDITED
 from factscope.analysis.preferences import QUESTIONS, Vote
 from factscope.errors import BadStudy
 from factscope.facts import Fact
+from factscope.io import parse_json
 from factscope.records import CaseRecord
 
 KEY_KIND = "factscope study key"
@@ -76,7 +77,7 @@ class Study:
     def from_json(cls, text: str) -> "Study":
         """Read a key."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             if not isinstance(fields, dict) or fields.pop("kind", None) != KEY_KIND:
                 raise ValueError(f"its kind is not {KEY_KIND!r}")
             id_ = fields.pop("study")
@@ -218,7 +219,7 @@ class AnswerSheet:
     def from_json(cls, text: str) -> "AnswerSheet":
         """Read the JSON that the form saves."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             kind = fields.get("kind")
             if kind == KEY_KIND:
                 raise ValueError("this is the study's key; give it with --key")

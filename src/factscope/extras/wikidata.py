@@ -14,7 +14,7 @@ from pathlib import Path
 
 from factscope.errors import BadSetting, DownloadFailed
 from factscope.extras.counterfact_builder import SubjectsWithObject
-from factscope.io import write_atomic
+from factscope.io import parse_json, write_atomic
 
 ENDPOINT = "https://query.wikidata.org/sparql"
 HEADERS = {
@@ -75,7 +75,7 @@ def subjects_in_wikidata(
     url = f"{ENDPOINT}?{urllib.parse.urlencode({'query': query})}"
     response = path.read_bytes() if cached else get(url)
     try:
-        rows = json.loads(response)["results"]["bindings"]
+        rows = parse_json(response)["results"]["bindings"]
         names = {row["name"]["value"] for row in rows}
         ids = Counter(row["object"]["value"].rsplit("/", 1)[-1] for row in rows)
     except (ValueError, KeyError, TypeError) as error:

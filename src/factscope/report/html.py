@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from factscope.io import write_atomic
+from factscope.io import atomic_files
 from factscope.report.labels import display_token, flatten_settings, printable, setting_text
 from factscope.report.style import figure_bytes
 from factscope.report.tables import (
@@ -99,16 +99,18 @@ def table_files(name: str, *tables: Table, full: Table | None = None) -> list[tu
 def write_files(folder: Path, files: Iterable[tuple[str, str | Figure]]) -> list[Path]:
     """Write texts by file name and figures by name, as PNG and PDF; return the paths.
 
-    Each file is written completely or not at all.
+    After an error, as on a full disk, the folder is as before.
     """
-    paths: list[Path] = []
-    for name, content in files:
-        parts: dict[str, str | bytes] = (
-            {name: content}
-            if isinstance(content, str)
-            else {f"{name}.{kind}": figure_bytes(content, kind) for kind in ("png", "pdf")}
-        )
-        for file, data in parts.items():
-            write_atomic(folder / file, data)
-            paths.append(folder / file)
-    return paths
+    names: list[str] = []
+    with atomic_files(folder) as partial:
+        for name, content in files:
+            parts: dict[str, bytes] = (
+                {name: content.encode(errors="replace")}
+                if isinstance(content, str)
+                else {f"{name}.{kind}": figure_bytes(content, kind) for kind in ("png", "pdf")}
+            )
+            for file, data in parts.items():
+                (partial / file).parent.mkdir(parents=True, exist_ok=True)
+                (partial / file).write_bytes(data)
+                names.append(file)
+    return [folder / name for name in names]
