@@ -33,7 +33,7 @@ class NestedProgress:
         return advance
 
 
-def split(progress: Progress, weights: Sequence[float]) -> list[Progress]:
+def split(progress: Progress, weights: Sequence[float | int]) -> list[Progress]:
     """The callbacks of consecutive parts of the work, with these weights.
 
     A part that reports less than all of its work is complete once the next one reports.

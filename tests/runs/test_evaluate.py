@@ -144,7 +144,7 @@ def test_the_unedited_model_is_scored_once_for_all_methods(
 ) -> None:
     first = evaluated(run_of(model, tmp_path, "ft"), lm, tmp_path / "a")
 
-    def never(self: Evaluation, cases: Any) -> None:
+    def never(self: Evaluation, cases: Any, **more: Any) -> None:
         raise AssertionError("scored again")
 
     monkeypatch.setattr(Evaluation, "score_unedited", never)
@@ -217,8 +217,8 @@ def test_another_spec_is_refused_and_the_difference_shown(
 
 
 def test_an_empty_selection_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="no case to evaluate"):
-        run_of(model, tmp_path, limit=0).read()
+    with pytest.raises(BadSetting, match="limit is 0; give 1 or more"):
+        run_of(model, tmp_path, limit=0)
 
 
 def test_a_folder_of_format_1_is_refused_with_its_version(
@@ -321,11 +321,11 @@ class Deadly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.evaluation, name)
 
-    def single(self, cases: Any, before: Any) -> list[CaseRecord]:
+    def single(self, cases: Any, before: Any, **more: Any) -> list[CaseRecord]:
         if self.file.exists():
             self.file.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.evaluation.single(cases, before)
+        return self.evaluation.single(cases, before, **more)
 
 
 def test_records_from_ray_are_the_same_even_if_an_actor_dies(
@@ -358,11 +358,13 @@ def test_work_items_do_not_depend_on_finished_ones(
     seen: list[tuple[str | None, ...]] = []
     run_item = evaluating.run_item
 
-    def watched(evaluation: Evaluation, protocol: Any, item: WorkItem) -> Any:
-        seen.append(tuple(case.fact.id for case in item.cases))
-        return run_item(evaluation, protocol, item)
+    def watched(evaluation: Evaluation, protocol: Any, item: WorkItem, *more: Any) -> Any:
+        seen.append(tuple(case.fact.id for group in item.groups for case in group.cases))
+        return run_item(evaluation, protocol, item, *more)
 
     monkeypatch.setattr(evaluating, "run_item", watched)
+    monkeypatch.setattr(evaluating, "GPU_CASES", 4)
+    monkeypatch.setattr("factscope.lm.accel.on_gpu", lambda lm: True)
     whole = evaluated(run, lm, tmp_path / "run")
     path = tmp_path / "run" / "records.jsonl"
     lines = path.read_text().splitlines(keepends=True)

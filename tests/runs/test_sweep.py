@@ -151,9 +151,9 @@ def test_the_unedited_model_is_scored_once(
     scored: list[int] = []
     score_unedited = Evaluation.score_unedited
 
-    def counted(self: Evaluation, cases: Any) -> Any:
+    def counted(self: Evaluation, cases: Any, **more: Any) -> Any:
         scored.append(len(cases))
-        return score_unedited(self, cases)
+        return score_unedited(self, cases, **more)
 
     monkeypatch.setattr(Evaluation, "score_unedited", counted)
     assert run("sweep", "--method", "ft", "--grid", "layer=0-2", "--out", "sweep").code == 0
@@ -240,9 +240,9 @@ def test_a_complete_point_is_not_run_again(
     seen: list[str] = []
     single = Evaluation.single
 
-    def watched(self: Evaluation, cases: Any, before: Any) -> Any:
+    def watched(self: Evaluation, cases: Any, before: Any, **more: Any) -> Any:
         seen.append(str(getattr(self.editor, "layer", None)))
-        return single(self, cases, before)
+        return single(self, cases, before, **more)
 
     monkeypatch.setattr(Evaluation, "single", watched)
     assert run("sweep", *words).out == first.out

@@ -19,11 +19,14 @@ from factscope.evaluation.before_after import describe_checks
 from factscope.evaluation.cases import Similarity, score_cases
 from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
+from factscope.progress import NestedProgress, Progress, no_progress, split
 from factscope.records import CaseRecord, CaseScores, Protocol
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
+EDIT_WORK = 1.5
+"""How long an edit takes, in units of scoring a case with texts: measured for ROME on a CPU."""
 ScoresOrError = CaseScores | FactscopeError
 """The scores of a case, or why it cannot be scored (for instance a prompt that is too long)."""
 
@@ -41,43 +44,73 @@ class Evaluation:
     scoring: ScoringOptions = field(default_factory=ScoringOptions)
     similarity: Similarity | None = None
 
-    def score_unedited(self, cases: Sequence[Case]) -> list[ScoresOrError]:
+    def score_unedited(
+        self, cases: Sequence[Case], *, progress: Progress = no_progress
+    ) -> list[ScoresOrError]:
         """Each case's scores under the unedited model (or the model with its edits applied)."""
-        return self._score(cases, [], [None] * len(cases))
+        return self._score(cases, [], [None] * len(cases), progress)
 
-    def single(self, cases: Sequence[Case], before: Sequence[ScoresOrError]) -> list[CaseRecord]:
-        """Each fact edited alone into the unedited model."""
-        edits = self.editor.attempt(self.lm, [case.request for case in cases])
-        return self._records(cases, before, edits, "single", None)
-
-    def batch(
-        self, cases: Sequence[Case], before: Sequence[ScoresOrError], step: int
+    def single(
+        self,
+        cases: Sequence[Case],
+        before: Sequence[ScoresOrError],
+        *,
+        progress: Progress = no_progress,
     ) -> list[CaseRecord]:
-        """All facts in one edit."""
+        """Each fact edited alone into the unedited model."""
+        editing, scoring = split(progress, [EDIT_WORK, 1])
+        edits = self.editor.attempt(self.lm, [case.request for case in cases], progress=editing)
+        return self._records(cases, before, edits, "single", None, scoring)
+
+    def batch_edit(
+        self,
+        cases: Sequence[Case],
+        before: Sequence[ScoresOrError],
+        *,
+        progress: Progress = no_progress,
+    ) -> Edit | FactscopeError:
+        """One edit of all facts whose cases can be scored, or its error."""
         usable = [case for case, b in zip(cases, before, strict=True) if isinstance(b, CaseScores)]
         try:
-            edit: Edit | FactscopeError = self.editor(self.lm, [case.request for case in usable])
+            return self.editor(self.lm, [case.request for case in usable], progress=progress)
         except OutOfMemory:
             raise
         except FactscopeError as error:
-            edit = error
-        return self._records(cases, before, [edit] * len(cases), "batch", step)
+            return error
+
+    def batch(
+        self,
+        cases: Sequence[Case],
+        before: Sequence[ScoresOrError],
+        edit: Edit | FactscopeError,
+        step: int,
+        *,
+        progress: Progress = no_progress,
+    ) -> list[CaseRecord]:
+        """Cases scored under one edit of many facts, or with its error."""
+        return self._records(cases, before, [edit] * len(cases), "batch", step, progress)
 
     def sequential_step(
-        self, case: Case, before: ScoresOrError, step: int
+        self, case: Case, before: ScoresOrError, step: int, *, progress: Progress = no_progress
     ) -> tuple[CaseRecord, Edit | None]:
         """One more edit of the model in its present state; the caller applies the edit."""
-        (edit,) = self.editor.attempt(self.lm, [case.request])
-        (record,) = self._records([case], [before], [edit], "sequential", step)
+        editing, scoring = split(progress, [EDIT_WORK, 1])
+        (edit,) = self.editor.attempt(self.lm, [case.request], progress=editing)
+        (record,) = self._records([case], [before], [edit], "sequential", step, scoring)
         return record, None if isinstance(edit, FactscopeError) else edit
 
     def sequential_end(
-        self, records: Sequence[CaseRecord], cases: Sequence[Case]
+        self,
+        records: Sequence[CaseRecord],
+        cases: Sequence[Case],
+        *,
+        progress: Progress = no_progress,
     ) -> list[CaseRecord]:
         """Score cases again, on the model with all edits of the sequence applied."""
+        scores = self.score_unedited(cases, progress=progress)
         return [
-            replace(record, phase="end", **_after(scores))
-            for record, scores in zip(records, self.score_unedited(cases), strict=True)
+            replace(record, phase="end", **_after(after))
+            for record, after in zip(records, scores, strict=True)
         ]
 
     def _records(
@@ -87,6 +120,7 @@ class Evaluation:
         edits: Sequence[Edit | FactscopeError],
         protocol: Protocol,
         step: int | None,
+        progress: Progress,
     ) -> list[CaseRecord]:
         """Each case scored under its edit, or with the error of its scores or its edit."""
         errors = [
@@ -99,7 +133,7 @@ class Evaluation:
         index = {key: n for n, key in enumerate(distinct)}
         on_device = [e.to(self.lm.device) for e in distinct.values() if isinstance(e, Edit)]
         scores = self._score(
-            [cases[i] for i in usable], on_device, [index[id(edits[i])] for i in usable]
+            [cases[i] for i in usable], on_device, [index[id(edits[i])] for i in usable], progress
         )
         after = dict(zip(usable, scores, strict=True))
         return [
@@ -119,16 +153,21 @@ class Evaluation:
         ]
 
     def _score(
-        self, cases: Sequence[Case], edits: Sequence[Edit], edit_index: Sequence[int | None]
+        self,
+        cases: Sequence[Case],
+        edits: Sequence[Edit],
+        edit_index: Sequence[int | None],
+        progress: Progress,
     ) -> list[ScoresOrError]:
         """All cases in one batch; if that fails, each alone, so that only the bad ones fail."""
         if not cases:
             return []
+        nested, part = NestedProgress(progress), 1 / len(cases)
         try:
             return list(
                 score_cases(
-                    self.lm, cases, edits, edit_index,
-                    scoring=self.scoring, similarity=self.similarity,
+                    self.lm, cases, edits, edit_index, scoring=self.scoring,
+                    similarity=self.similarity, progress=nested.within(0.0, 1.0),
                 )
             )  # fmt: skip
         except OutOfMemory:
@@ -138,8 +177,8 @@ class Evaluation:
                 return [error]
         return [
             scores
-            for case, index in zip(cases, edit_index, strict=True)
-            for scores in self._score([case], edits, [index])
+            for i, (case, index) in enumerate(zip(cases, edit_index, strict=True))
+            for scores in self._score([case], edits, [index], nested.within(i * part, part))
         ]
 
 

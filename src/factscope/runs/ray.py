@@ -3,6 +3,7 @@
 A dead actor is replaced, and its work item runs again.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from factscope.errors import BadSetting, RunInterrupted
 from factscope.records import CaseRecord, Protocol
-from factscope.runs.evaluate import EvaluateRun, Executor, WorkItem, run_item
+from factscope.runs.evaluate import (
+    CaseGroup,
+    EvaluateRun,
+    Executor,
+    Results,
+    WorkItem,
+    run_item,
+)
 
 if TYPE_CHECKING:
     from factscope.evaluation.protocols import Evaluation
@@ -37,9 +45,19 @@ class Worker:
         self.evaluation = make()
         self.protocol: Protocol = protocol
 
-    def run(self, item: WorkItem) -> tuple[WorkItem, list[CaseRecord]]:
+    def run(self, item: WorkItem) -> list[tuple[CaseGroup, list[CaseRecord]]]:
         """Run one work item."""
-        return run_item(self.evaluation, self.protocol, item)
+        return list(run_item(self.evaluation, self.protocol, item))
+
+
+def check_ray(protocol: Protocol) -> None:
+    """Raise BadSetting if this protocol cannot run on Ray, or Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise BadSetting("Ray is not installed; pip install 'factscope[ray]'")
+    if protocol == "sequential":
+        raise BadSetting(
+            "protocol is sequential, whose edits depend on each other; run it without Ray"
+        )
 
 
 @contextmanager
@@ -51,14 +69,9 @@ def ray_executor(
     workers: int | None = None,
 ) -> Iterator[Executor]:
     """An executor with `workers` actors; by default one per GPU of the cluster."""
-    try:
-        import ray
-    except ImportError as error:
-        raise BadSetting("Ray is not installed; pip install 'factscope[ray]'") from error
-    if protocol == "sequential":
-        raise BadSetting(
-            "protocol is sequential, whose edits depend on each other; run it without Ray"
-        )
+    check_ray(protocol)
+    import ray
+
     if not ray.is_initialized():
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=40)
     gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -67,7 +80,10 @@ def ray_executor(
     actor: Any = ray.remote(**resources)(Worker)
     stored = ray.put(make)  # serialized once for all actors
     try:
-        yield lambda items: _run_items(ray, lambda: actor.remote(stored, protocol), count, items)
+        yield Executor(
+            lambda items: _run_items(ray, lambda: actor.remote(stored, protocol), count, items),
+            on_gpu=gpus > 0,
+        )
     finally:
         if address is None:
             ray.shutdown()
@@ -75,7 +91,7 @@ def ray_executor(
 
 def _run_items(
     ray: Any, start_actor: Callable[[], Any], count: int, items: Iterable[WorkItem]
-) -> Iterator[tuple[WorkItem, list[CaseRecord]]]:
+) -> Results:
     """Yield results as they arrive; the item of a dead actor runs again on a new one."""
     waiting = [(item, 1) for item in items]
     running: dict[Any, tuple[Any, WorkItem, int]] = {}
@@ -87,7 +103,7 @@ def _run_items(
         (ready,), _ = ray.wait(list(running), num_returns=1)
         actor, item, attempt = running.pop(ready)
         try:
-            yield ray.get(ready)
+            yield from ray.get(ready)
             idle.append(actor)
         except ray.exceptions.RayActorError as error:
             log.warning("an actor died (%s); work item %d runs again", error, item.number)
