@@ -57,29 +57,52 @@ def check_suffix(path: Path | None, flag: str, *suffixes: str) -> None:
         raise BadSetting(f"--{flag} is {str(path)!r}; it must end in {' or '.join(suffixes)}")
 
 
+FIRST_LINE = 1.0
+"""Seconds until the first line of progress where there is no terminal; then every doubling."""
+MAX_INTERVAL = 60.0
+"""Seconds between two such lines at most."""
+
+
 class Rate(progress.ProgressColumn):
     """Items per second, or seconds per item."""
 
     def render(self, task: progress.Task) -> Text:
         """The rate in whichever unit is above one."""
-        speed = task.finished_speed or task.speed
-        if not speed:
+        if not task.speed:
             return Text("")
-        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+        return Text(f"{task.speed:.1f}/s" if task.speed >= 1 else f"{1 / task.speed:.1f} s each")
 
 
 @contextmanager
 def _bar(what: str, total: int | float | None, *columns: Any, **options: Any) -> Iterator[Callable]:
-    """A bar with the elapsed time and, if the length is known, the ETA."""
+    """A bar with the elapsed time and, if the length is known, the ETA.
+
+    Without a terminal, a plain line now and then, if the length is known.
+    """
     columns = (
         progress.TextColumn("{task.description}", markup=False), *columns,
         progress.TimeElapsedColumn(),
     )  # fmt: skip
     if total is not None:
         columns = (*columns, progress.TextColumn("left"), progress.TimeRemainingColumn())
-    with progress.Progress(*columns, console=notes, **options) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
+    plain = not notes.is_terminal or notes.is_dumb_terminal
+    with progress.Progress(*columns, console=notes, disable=plain, **options) as bar:
+        bar.add_task(what, total=total)
+        (task,) = bar.tasks
+        done, next_line = 0.0, FIRST_LINE
+
+        def advance(amount: float) -> None:
+            nonlocal done, next_line
+            done += amount
+            # Fractions do not add up exactly: 4.9999999 of 5 are 5.
+            bar.update(task.id, completed=round(done, 6))
+            elapsed = task.elapsed or 0.0
+            if plain and elapsed >= (FIRST_LINE if task.finished else next_line):
+                texts = (c.render(task) for c in columns if not isinstance(c, progress.BarColumn))
+                note(" ".join(filter(None, (text.plain for text in texts))))
+                next_line = elapsed + min(elapsed, MAX_INTERVAL)
+
+        yield advance
 
 
 @contextmanager
