@@ -164,7 +164,6 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     # Without targets: a random model knows no fact, but it always has an answer.
     (tmp_path / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in facts))
     (tmp_path / "text.txt").symlink_to(prepared / "text.txt")
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     editors, known_families = dict(EDITORS), dict(FAMILIES)
     yield tmp_path
     for table, entries in ((EDITORS, editors), (FAMILIES, known_families)):

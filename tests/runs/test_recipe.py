@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from factscope.cli.recipe import _finished, known_flags
+from factscope.cli.recipe import RECIPES, _finished, included_recipes, known_flags
 from factscope.data.readers import read_cases
 from factscope.data.registry import DATA_SETS
 from factscope.editing.settings import EDITORS
@@ -22,7 +22,6 @@ from factscope.runs.sweep import read_sweep
 
 from commands import Result, Run, runner, saved_model
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 PAPER = sorted(RECIPES.glob("*.toml"))
 SMALL = sorted((RECIPES / "small").glob("*.toml"))
 DEFAULT = sorted((RECIPES / "default").glob("*.toml"))
@@ -72,7 +71,8 @@ def test_every_recipe_is_valid(path: Path, factscope: Run) -> None:
             assert own_text or name in DATA_SETS or Path(name).is_file()
         trained = [other.name for other in recipe.steps if other.command == "train"]
         assert "weights" not in said or said["weights"] in trained
-    shown = factscope("recipe", path, "--out", "out", "--dry-run")
+    name = next(name for name, included in included_recipes().items() if included == path)
+    shown = factscope("recipe", name, "--out", "out", "--dry-run")
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
     assert lines[0] == recipe.title
@@ -83,6 +83,26 @@ def test_every_recipe_is_valid(path: Path, factscope: Run) -> None:
 def test_every_recipe_has_a_small_version() -> None:
     assert len(PAPER) >= 20
     assert [path.name for path in PAPER] == [path.name for path in SMALL]
+
+
+def test_included_recipes_are_listed_with_their_titles(factscope: Run) -> None:
+    lines = factscope("recipe", "list").out.splitlines()
+    assert len(lines) == len([*PAPER, *SMALL, *DEFAULT])
+    assert lines[0].split("  ", 1)[0] == "figure-1-trace"
+    assert lines[0].endswith("  Figure 1: the trace of one fact, GPT-2 XL")
+    listed = json.loads(factscope("recipe", "list", "--json").out)
+    assert [entry["name"] for entry in listed] == [line.split()[0] for line in lines]
+    names = [entry["name"] for entry in listed]
+    assert names.index("figure-2-averages") < names.index("figure-13-noises")
+    assert {"small/figure-2-averages", "default/mend"} <= set(names)
+
+
+def test_name_of_an_unknown_recipe(factscope: Run) -> None:
+    said = factscope("recipe", "small/figure-2-average", "--out", "out")
+    assert_refused(said, "did you mean 'small/figure-2-averages'?", "factscope recipe list")
+    assert_refused(
+        factscope("recipe", "nothing", "--out", "out"), "RECIPE is 'nothing'; `factscope"
+    )
 
 
 def test_every_hypernetwork_of_the_paper_has_a_recipe() -> None:
@@ -123,8 +143,18 @@ def test_case_files_of_recipes_can_be_read(file: str) -> None:
 def test_a_recipe_runs_and_resumes(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = RECIPES / "small" / "prefix-ablation.toml"
-    words = ("recipe", file, "--model", model, "--limit", 2, "--device", "cpu", "--out", "out")
+    words = (
+        "recipe",
+        "small/prefix-ablation",
+        "--model",
+        model,
+        "--limit",
+        2,
+        "--device",
+        "cpu",
+        "--out",
+        "out",
+    )
     first = factscope(*words)
     assert first.code == 0, first.err
     out = tmp_path / "out"

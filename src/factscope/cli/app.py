@@ -75,7 +75,9 @@ COMMANDS: dict[str, Command | Group] = {
         stats.collect, stats.merge, stats.show, default="collect",
     ),
     "report": report.report,
-    "recipe": recipe.recipe,
+    "recipe": Group(
+        "Reproduce a table or figure of the paper.", recipe.run, recipe.list_, default="run"
+    ),
     "serve": serve.serve,
     "models": data.models,
     "data": Group(

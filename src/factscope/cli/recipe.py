@@ -1,8 +1,11 @@
 """factscope recipe: the runs of a table or figure, one after another, and then its reports."""
 
+import difflib
 import io
 import json
+import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ COMMANDS = {
     "report": report,
 }  # fmt: skip
 """The commands that a recipe can run."""
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The recipes of the package."""
 OWN_FLAGS = {"out", "json", "runs"}
 """Flags that the recipe command sets itself."""
 FINISHED = "finished.json"
@@ -56,8 +61,8 @@ class Replacements:
 class RecipeOptions(Options):
     """Options."""
 
-    file: Annotated[Path, Flag(positional=True)]
-    """A recipe (.toml); see recipes/."""
+    recipe: Annotated[str, Flag(positional=True)]
+    """A name that `factscope recipe list` prints, or a file (.toml)."""
     out: Annotated[Path, Flag(short="o")]
     """Folder for its runs and reports. An interrupted recipe resumes."""
     dry_run: bool = False
@@ -72,18 +77,57 @@ def _words(step: Step) -> list[str]:
     return [step.command, *flag_words(step.settings, positional)]
 
 
+def included_recipes() -> dict[str, Path]:
+    """The recipes of the package by name: the paper's, small/… for laptops, default/…"""
+    paths = sorted(RECIPES.rglob("*.toml"), key=_natural)
+    return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in paths}
+
+
+def _natural(path: Path) -> tuple[int, list[Any]]:
+    """Sort key: upper folders first, figure-2 before figure-13."""
+    words = re.split(r"(\d+)", path.as_posix())
+    return len(path.parts), [int(word) if word.isdecimal() else word for word in words]
+
+
+def find_recipe(name: str) -> Path:
+    """The file of an included recipe, or the file itself."""
+    included = included_recipes()
+    if name.endswith(".toml") or name in included:
+        return included.get(name, Path(name))
+    similar = difflib.get_close_matches(name, included, n=1)
+    guess = f"did you mean {similar[0]!r}? " if similar else ""
+    raise BadSetting(
+        f"RECIPE is {name!r}; {guess}`factscope recipe list` prints the names, and a file ends in "
+        ".toml"
+    )
+
+
 @Command
-def recipe(options: RecipeOptions) -> None:
+def list_(options: Options) -> None:
+    """List the recipes that are included: name and what each reproduces."""
+    titles = {
+        name: tomllib.loads(path.read_text("utf-8"))["title"]
+        for name, path in included_recipes().items()
+    }
+    width = max(map(len, titles))
+    options.print_result(
+        [{"name": name, "title": title} for name, title in titles.items()],
+        *(f"{name:{width}}  {title}" for name, title in titles.items()),
+    )
+
+
+@Command
+def run(options: RecipeOptions) -> None:
     """Reproduce a table or figure of the paper: do the unfinished runs, then write the reports."""
     changed = {name: x for name, x in vars(options.replacements).items() if x is not None}
-    contents, out = read_recipe(options.file, known_flags(), changed), options.out
+    contents, out = read_recipe(find_recipe(options.recipe), known_flags(), changed), options.out
     plan, finished = _plan(contents, out), _finished(out)
     for step in plan:  # check all before the first runs; weights may not be trained yet
         given = {name: value for name, value in step.settings.items() if name != "weights"}
         try:
             COMMANDS[step.command].options(given)
         except BadInput as error:
-            raise BadSetting(f"{options.file}, {step.name}: {error}") from error
+            raise BadSetting(f"{options.recipe}, {step.name}: {error}") from error
     if options.dry_run:
         steps = []
         for step in plan:
