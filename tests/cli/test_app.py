@@ -1,17 +1,28 @@
 """The app: help without torch, default commands, and mistakes in the words."""
 
+import errno
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import factscope
 from factscope.cli.app import COMMANDS, Group, main
 from factscope.cli.flags import Command
 from factscope.cli.output import print_json
 from factscope.editing.settings import EDITORS
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+SCRIPTS = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["scripts"]
+MODULE, FUNCTION = SCRIPTS["factscope"].split(":")
+ENTRY_POINT = f"from {MODULE} import {FUNCTION}; {FUNCTION}()"
+"""What the installed script does."""
 
 
 @pytest.fixture
@@ -136,6 +147,39 @@ def test_without_a_command_an_edit_is_written(run, words: tuple[str, ...]) -> No
         ("train rome", "METHOD is 'rome'; only these are trained: mend, ke"),
         ("train ke --rank 3 --out x", "--rank is not known"),
         ("generate x --top-k 0", "--top-k is 0; give 1 or more"),
+        (
+            "trace x --subject x --noise 1e39",
+            "--noise is 1e+39; give 0 or more and",
+        ),
+        ("trace x --subject x --noise inf", "--noise is inf; give 0 or more"),
+        ("trace x --subject x --occurrence 0", "--occurrence is 0; give 1 or more"),
+        ("trace x --subject x --distribution y", "--distribution is 'y'; choose from gaussian"),
+        ("trace x --subject x --rng per_fact", "--rng is 'per_fact'; choose from per-fact, paper"),
+        ("trace x --dtype float8", "--dtype is 'float8'; choose from float32, tf32"),
+        ("trace --facts x --out", "--out needs a value: Figure"),
+        ("edit x --method kn --max-neurons 0", "--max-neurons is 0; give 1 or more"),
+        ("edit x --max-new-tokens -5", "--max-new-tokens is -5; give 0 or more"),
+        ("edit x --prefix-seed -1", "--prefix-seed is -1; give 0 or more"),
+        ("edit x --ridge -1", "--ridge is -1.0; give 0 or more"),
+        ("edit x --ridge inf", "--ridge is 'inf'; give a number"),
+        ("edit x --kl-weight nan", "--kl-weight is 'nan'; give a number"),
+        ("edit x --prefix-lengths 0x5", "--prefix-lengths is (0, 5); give 1 or more"),
+        ("generate x --seed -1", "--seed is -1; give 0 or more and less than 4294967296"),
+        ("evaluate --seed 4294967296 --out x", "--seed is 4294967296; give 0 or more and less"),
+        ("evaluate --facts-per-edit 0 --out x", "--facts-per-edit is 0; give 1 or more"),
+        ("sweep --grid layer=0-100000000 --out x", "--layer is '0-100000000'; give numbers up to"),
+        ("stats --layers 0-100000000", "--layers is '0-100000000'; give numbers up to 9999"),
+        ("stats --layers 1 --batch-size 0", "--batch-size is 0; give 1 or more"),
+        ("stats --layers 1 --seed -1", "--seed is -1; give 0 or more"),
+        ("stats --layers 1 --convergence nan", "--convergence is 'nan'; give a number or none"),
+        ("stats --layers 1 --shard 5/4", "--shard is '5/4'; write 1/4 to 4/4"),
+        ("stats --layers 1 --out=", "--out is ''; give a path"),
+        ("train mend --max-grad-norm 0 --out x", "--max-grad-norm is 0.0; give more than 0"),
+        ("train mend --edit-weight -1 --out x", "--edit-weight is -1.0; give 0 or more"),
+        ("train mend --patience 0 --out x", "--patience is 0; give 1 or more"),
+        ("train ke --seed -1 --out x", "--seed is -1; give 0 or more"),
+        ("data find-known --facts x --out y --seed -1", "--seed is -1; give 0 or more"),
+        ("data build-counterfact --facts x --patterns y --out z --seed -1", "--seed is -1; give"),
         ("serve --port 99999", "--port is 99999; give 0 or more and 65535 or less"),
     ],
 )
@@ -176,6 +220,99 @@ def test_values_reach_the_options(
     for name in path.split("."):
         found[0] = getattr(found[0], name)
     assert found == [value]
+
+
+# ---- errors that escape a command
+
+
+def raising(error: BaseException):
+    def models(self: Command, given: object) -> None:
+        raise error
+
+    return models
+
+
+def os_error(number: int, *names: str) -> OSError:
+    return OSError(number, os.strerror(number), *names)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (os_error(errno.ENOTDIR, "a/b"), 1, "'a/b': Not a directory; give another path"),
+        (
+            OSError(errno.ELOOP, "Too many levels of symbolic links", "a", None, "b"),
+            1,
+            "'a' → 'b': Too many levels of symbolic links",
+        ),
+        (os_error(errno.EROFS, "/c"), 1, "'/c': Read-only file system; give another path"),
+        (os_error(errno.ENOSPC), 1, "No space left on device; free some space"),
+        (os_error(errno.EMFILE, "a"), 1, "'a': Too many open files; raise the limit"),
+        (OSError("connection lost"), 1, "connection lost; check the disk and the network"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "a text is not valid Unicode ("),
+        (RecursionError("maximum recursion depth exceeded"), 2, "the input is nested too deeply"),
+        (MemoryError(), 1, "out of memory; try --dtype bfloat16"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("the same command resumes"), 130, "interrupted; the same command res"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_an_escaped_error_is_one_line(
+    run, error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Command, "__call__", raising(error))
+    found, out, err = run("models")
+    assert (found, out) == (code, "")
+    assert err.startswith(f"factscope: {message}")
+    assert err.count("\n") == 1
+
+
+def test_other_errors_keep_their_traceback(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Command, "__call__", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        run("models")
+
+
+@pytest.mark.parametrize(
+    "words", [("trace", "caf\udce9"), ("edit", "show", "\ud800.edit"), ("\udcff",)]
+)
+def test_arguments_that_are_not_utf8(run, words: tuple[str, ...]) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err == f"factscope: the argument {words[-1]!r} is not valid UTF-8; type it again\n"
+
+
+def test_invalid_bytes_and_an_ascii_terminal_in_a_process() -> None:
+    command = [sys.executable, "-m", "factscope"]
+    done = subprocess.run([*command, "trace", b"caf\xe9"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(
+        [*command, "edit", "--help"], capture_output=True, text=True, env=ascii_only
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("start", [["-m", "factscope"], ["-c", ENTRY_POINT]], ids=["-m", "script"])
+def test_ctrl_c_during_imports(start: list[str], tmp_path: Path) -> None:
+    """The first slow import, here cyclopts, is interrupted."""
+    slow = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "cyclopts.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, *start, "models"], text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "factscope: interrupted\n")
+
+
+def test_version(run) -> None:
+    assert run("--version")[:2] == (0, f"{factscope.__version__}\n")
 
 
 def test_every_flag_is_documented_and_means_one_thing() -> None:

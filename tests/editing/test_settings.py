@@ -86,7 +86,7 @@ def test_bad_names_are_refused(given: Any, settings: dict[str, Any], message: st
             FineTune(),
             "max_change",
             "much",
-            "max_change is 'much'; give a number, 'default' or None",
+            "max_change is 'much'; give a number, default or none",
         ),
         (KN(), "rule", "gauss", "rule is 'gauss'; choose from radau, ends"),
     ],

@@ -22,7 +22,7 @@ from factscope.editing.editor import Editor
 from factscope.errors import BadSetting, FactscopeError
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.progress import Progress, no_progress
-from factscope.settings import INTERNAL, Flag, check
+from factscope.settings import INTERNAL, Flag, Seed, check
 
 if TYPE_CHECKING:
     from factscope.editing.edit import Edit
@@ -44,7 +44,7 @@ KlPosition = Literal["end", "edit-token"]
 Layer = int | Literal["auto"] | None
 """A layer index; "auto" for the layer that a causal trace finds; None for the model's default."""
 
-PrefixLengths = tuple[tuple[int, int], ...]
+PrefixLengths = Annotated[tuple[tuple[int, int], ...], Ge(1)]
 """(tokens, number of prefixes) for each length."""
 
 TargetPositions = Literal["each-token", "last-position"]
@@ -113,7 +113,7 @@ class PrefixSettings:
     prefixes."""
     prefix_bos_counts: bool = False
     """Count BOS as one of these tokens, as the authors' code does."""
-    seed: Annotated[int, Flag(name="prefix-seed")] = 0
+    seed: Annotated[Seed, Flag(name="prefix-seed")] = 0
     """Seed for generating the prefixes."""
 
 
@@ -134,12 +134,12 @@ class ValueSearch:
     clamp: Annotated[float | Literal["inf"] | None, Gt(0)] = None
     """Largest ‖δ‖, as a multiple of ‖v₀‖; "inf" for no limit. None for the model's default,
     mostly 4."""
-    kl_weight: float = 0.0625
+    kl_weight: Annotated[float, Ge(0)] = 0.0625
     """Weight of the KL term, KL(edited ‖ unedited) after "{subject} is a"."""
     kl_position: KlPosition = "end"
     """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
     edit token."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Ge(0)] = 0.01
     """Weight of the term that keeps δ small."""
     weight_decay_form: Literal["relative", "paper"] = "relative"
     """‖δ‖ / ‖v₀‖, which does not depend on the scale of the model; or, as in the paper's code,
@@ -184,7 +184,7 @@ class Rome(PrefixSettings, Editor):
     second_moment: Annotated[SecondMomentSetting, STATS] = "find"
     """C (as a flag: files or folders of `factscope stats`, repeatable, or none for C = I, which is
     not the paper's method)."""
-    ridge: float = 1e-3
+    ridge: Annotated[float, Ge(0)] = 1e-3
     """Added to the diagonal of C, as a fraction of its mean."""
     search: ValueSearch = field(default_factory=ValueSearch)
     """How v* is found."""
@@ -261,7 +261,7 @@ class Memit(PrefixSettings, Editor):
     second_moment: Annotated[SecondMomentSetting, STATS] = "find"
     """C of every layer (as a flag: files or folders of `factscope stats`, repeatable, or none for
     C = I)."""
-    ridge: float = 1e-3
+    ridge: Annotated[float, Ge(0)] = 1e-3
     """Added to the diagonal of C, as a fraction of its mean."""
     search: ValueSearch = field(default_factory=ValueSearch)
     """How the states z are found."""
@@ -335,11 +335,6 @@ class FineTune(Editor):
     """Train the biases of these modules too, as the paper's code does."""
     facts_per_pass: Annotated[int | None, Ge(1)] = None
     """Facts per batch; None for what fits into memory."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.max_change, str) and self.max_change != "default":
-            raise BadSetting(f"max_change is {self.max_change!r}; give a number, 'default' or None")
 
     @property
     def method(self) -> FineTuneMethod:
