@@ -466,3 +466,27 @@ def test_json_with_escapes_and_large_numbers_is_read() -> None:
     }
     assert parse_json("\ufeff[1]".encode()) == [1]
     assert parse_json("[NaN]", allow_nan=True)[0] != 0
+
+
+def test_a_read_only_cache_is_replaced_by_a_temporary_folder_with_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "old").write_text("old")
+    before = cache_folder()
+    monkeypatch.setenv("FACTSCOPE_CACHE", str(tmp_path))
+    monkeypatch.setattr("factscope.io._try_writing", fail)
+    folder = cache_folder()
+    assert folder not in (tmp_path, before)
+    assert cache_folder() == folder
+    assert len(caplog.messages) == 1
+    for words in (str(tmp_path), "Read-only file system", "Set FACTSCOPE_CACHE"):
+        assert words in caplog.messages[0]
+    assert (folder / "data" / "old").read_text() == "old"
+    write_atomic(folder / "data" / "new", "new")
+    write_atomic(folder / "data" / "old", "changed")
+    assert (tmp_path / "data" / "old").read_text() == "old"
+    assert contents(tmp_path / "data") == ["old"]

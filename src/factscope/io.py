@@ -4,6 +4,7 @@ A file written here appears complete or not at all, also when the process is kil
 used only if its SHA-256 is the expected one.
 """
 
+import atexit
 import contextlib
 import errno
 import hashlib
@@ -48,9 +49,34 @@ STALE = 24 * 3600  # age in seconds after which a scratch folder belongs to a ki
 
 
 def cache_folder() -> Path:
-    """The folder of downloads and converted models: $FACTSCOPE_CACHE, or the user's cache."""
+    """The folder of downloads and converted models: $FACTSCOPE_CACHE, or the user's cache.
+
+    If it cannot be written, a temporary folder with links to its files.
+    """
     chosen = os.environ.get("FACTSCOPE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("factscope"))
+    return _writable_cache(
+        Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("factscope"))
+    )
+
+
+@cache
+def _writable_cache(folder: Path) -> Path:
+    try:
+        _try_writing(folder / "file")
+        return folder
+    except OSError as error:
+        temporary = Path(tempfile.mkdtemp(prefix="factscope-cache-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        if folder.is_dir():
+            shutil.copytree(
+                folder.absolute(), temporary, copy_function=os.symlink, dirs_exist_ok=True
+            )
+        log.warning(
+            "The cache %s cannot be written (%s). New files go to a temporary folder, which is "
+            "deleted at the end. Set FACTSCOPE_CACHE to a folder that can be written.",
+            folder, error.strerror or error,
+        )  # fmt: skip
+        return temporary
 
 
 # ---- atomic files and folders
@@ -111,14 +137,14 @@ def _remove_stale(parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def resumable_write(path: Path) -> Iterator[None]:
+def resumable_write(path: Path, resumes: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Context in which a failed write, as on a full disk, raises RunInterrupted."""
     try:
         yield
     except OSError as error:
         raise RunInterrupted(
             f"cannot write to {path} ({error.strerror or error}); free some space, then the same "
-            "command resumes"
+            f"command {'resumes' if resumes() else 'starts again'}"
         ) from error
 
 

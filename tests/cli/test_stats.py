@@ -6,13 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from factscope.errors import BadSetting
+from factscope.io import locked
 from factscope.report.training import convergence_figure
+from factscope.stats import covariance
 from factscope.stats.second_moment import (
     cached_path,
     find_second_moment,
@@ -214,3 +219,91 @@ def test_a_killed_collection_resumes(stats: Run, model: Path, tmp_path: Path) ->
     killed, whole = (load_second_moment(tmp_path / f"{x}.safetensors") for x in ("killed", "whole"))
     assert torch.equal(killed.matrix, whole.matrix)
     assert killed.convergence_history == whole.convergence_history
+
+
+def test_finished_statistics_are_found(
+    stats: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: list[list[int]] = []
+    collect = covariance.collect
+
+    def watched(lm: Any, chosen: Any, *args: Any, **more: Any) -> Any:
+        layers.append(list(chosen))
+        return collect(lm, chosen, *args, **more)
+
+    monkeypatch.setattr(covariance, "collect", watched)
+    flags = ("--text", "t.txt", "--tokens", 10_000_000, "--json")  # more than the text has
+    first = stats("--layers", 1, *flags)
+    assert first.code == 0, first.err
+    again = stats("--layers", 1, *flags)
+    assert again.out == first.out
+    assert "layer-01.safetensors has these statistics; delete it" in again.err
+    more = stats("--layers", "1,2", *flags)
+    assert [row["layer"] for row in json.loads(more.out)] == [1, 2]
+    assert layers == [[1], [2]]
+    assert stats("--layers", 1, *flags, "--seed", 5).code == 0
+    assert layers == [[1], [2], [1]]
+
+
+def test_ctrl_c_says_whether_the_collection_resumes(
+    stats: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--layers", 1, "--text", "t.txt", "--tokens", 640, "--batch-size", 4, "-o", "here")
+    whole = stats(*flags[:-1], "whole", "--json")
+    batches, allowed = covariance.length_batches, iter([0, 2, 1000])
+
+    def interrupted(*args: Any) -> Iterator[Any]:
+        yield from islice(batches(*args), count := next(allowed))
+        if count < 1000:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(covariance, "length_batches", interrupted)
+    stopped = stats(*flags)
+    assert stopped.code == 130
+    assert stopped.err.endswith("factscope: interrupted; the same command starts again\n")
+    stopped = stats(*flags)
+    assert stopped.code == 130
+    assert stopped.err.endswith("factscope: interrupted; the same command resumes\n")
+    resumed = stats(*flags, "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.out == whole.out.replace("whole", "here")
+    assert contents(tmp_path / "here") == ["layer-01.safetensors"]
+
+
+def test_two_collections_into_one_file_are_refused(stats: Run, tmp_path: Path) -> None:
+    flags = ("--layers", 1, "--text", "t.txt", "--tokens", 64, "-o", "here")
+    with locked(tmp_path / "here", "layer-01.safetensors"):
+        refused = stats(*flags)
+        assert refused.code == 1
+        assert "here/layer-01.safetensors is in use by process" in refused.err
+        other = stats("--layers", 2, *flags[2:])  # another layer, at the same time
+        assert other.code == 0, other.err
+    assert stats(*flags).code == 0
+    assert contents(tmp_path / "here") == ["layer-01.safetensors", "layer-02.safetensors"]
+
+
+def test_a_full_disk_is_one_message_and_leaves_no_file(
+    stats: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    result = stats("--layers", 1, "--text", "t.txt", "--tokens", 64, "-o", "here")
+    assert result.code == 1
+    assert "here/layer-01.safetensors (No space left on device); free some space" in result.err
+    assert "Traceback" not in result.err
+    assert contents(tmp_path / "here") == []
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(
+    stats: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FACTSCOPE_CACHE", "/proc/cache")
+    result = stats("--layers", 1, "--text", "t.txt", "--tokens", 64)
+    assert result.code == 0, result.err
+    assert "factscope-cache-" in result.out
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

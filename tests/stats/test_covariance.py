@@ -2,21 +2,23 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from factscope.errors import BadRunFolder, BadSetting, BadStats
+from factscope.errors import BadRunFolder, BadSetting, BadStats, RunInterrupted
 from factscope.lm.forward import mlp_keys
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
-from factscope.stats.covariance import add_products_, collect
-from factscope.stats.second_moment import merge_second_moments
+from factscope.stats.covariance import RunningSums, add_products_, collect, find_collected
+from factscope.stats.second_moment import merge_second_moments, save_second_moment
 from factscope.stats.settings import StatsSettings
+from factscope.stats.text import GeneratedText
 from second_moments import LENGTH, random_sequences, relative_difference
 
 from families import tiny, tiny_model
@@ -217,3 +219,93 @@ def test_a_partial_file_of_other_settings_or_another_format_is_refused(tmp_path:
     save_file(load_file(path), path, metadata={"state": json.dumps(state)})
     with pytest.raises(BadRunFolder, match="format version 1, not 2"):
         run(lm, 1000)
+
+
+def test_ctrl_c_saves_the_sums_and_the_collection_resumes(tmp_path: Path) -> None:
+    lm, sequences, path = tiny("gpt2"), random_sequences(20), tmp_path / "c.partial"
+    settings = StatsSettings(tokens=160, batch_size=2)
+
+    def interrupted() -> Iterator[list[int]]:
+        yield from sequences[:7]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(lm, [1], interrupted(), settings, corpus="t", partial=path)
+    fractions: list[float] = []
+    (resumed,) = collect(
+        lm, [1], sequences, settings, corpus="t", partial=path, progress=fractions.append
+    )
+    assert fractions[0] == pytest.approx(6 * LENGTH / 160)  # all whole batches
+    (whole,) = collect(lm, [1], sequences, settings, corpus="t")
+    assert torch.equal(resumed.matrix, whole.matrix)
+
+
+def test_ctrl_c_within_a_batch_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers may have the batch and others not."""
+    add, path = RunningSums.add_, tmp_path / "c.partial"
+
+    def interrupted(self: RunningSums, layer: int, keys: Tensor, first: int) -> None:
+        add(self, layer, keys, first)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunningSums, "add_", interrupted)
+    settings = StatsSettings(tokens=160)
+    with pytest.raises(KeyboardInterrupt):
+        collect(tiny("gpt2"), [0, 1], random_sequences(20), settings, partial=path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left")])
+def test_a_full_disk_interrupts_the_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise error
+
+    path = tmp_path / "c.partial"
+    settings = StatsSettings(tokens=160, batch_size=2)
+
+    def run() -> None:
+        sequences = random_sequences(20)
+        collect(tiny("gpt2"), [1], sequences, settings, partial=path, save_interval=0.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("factscope.stats.covariance.save_file", full)
+        with pytest.raises(RunInterrupted, match=r"c\.partial \(No space left\).*starts again"):
+            run()
+    assert list(tmp_path.iterdir()) == []
+    run()
+    monkeypatch.setattr("factscope.stats.covariance.save_file", full)
+    monkeypatch.setattr("factscope.stats.covariance._PartialFile.load", lambda self: None)
+    with pytest.raises(RunInterrupted, match="the same command resumes"):
+        run()
+
+
+def test_progress_moves_while_the_model_generates_text() -> None:
+    source, seen = GeneratedText(lm=tiny("gpt2"), length=LENGTH, batch_size=4), []
+    settings = StatsSettings(tokens=6 * LENGTH, batch_size=8)
+    collect(source.lm, [1], source, settings, progress=seen.append)
+    assert sum(x > 0 for x in seen) >= 2 * (LENGTH - 1)  # two batches, token by token
+    assert sum(seen) == pytest.approx(1)
+
+
+def test_a_finished_collection_is_found_by_its_settings(tmp_path: Path) -> None:
+    lm, path = tiny("gpt2"), tmp_path / "m.safetensors"
+    settings = StatsSettings(tokens=1000)  # more than the text has
+    assert find_collected(path, lm, 1, settings, "t") is None
+    (moment,) = collect(lm, [1], random_sequences(20), settings, corpus="t")
+    save_second_moment(moment, path)
+    found = find_collected(path, lm, 1, settings, "t")
+    assert found is not None
+    assert torch.equal(found.matrix, moment.matrix)
+    assert find_collected(path, lm, 0, settings, "t") is None
+    assert find_collected(path, lm, 1, settings, "another text") is None
+    assert find_collected(path, tiny("opt"), 1, settings, "t") is None
+    for change in ({"tokens": 999}, {"half_precision": True}, {"convergence": 0.1}):
+        assert find_collected(path, lm, 1, replace(settings, **change), "t") is None
+    (other,) = collect(lm, [1], random_sequences(21), settings, corpus="u")
+    assert merge_second_moments([moment, other]).request == ""
+    path.write_bytes(b"damaged")
+    assert find_collected(path, lm, 1, settings, "t") is None

@@ -1,6 +1,7 @@
 """Second moments: solving, merging, files and their lookup."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def estimated(width: int = 40) -> SecondMoment:
     torch.manual_seed(1)
     keys = torch.randn(400, width) * torch.logspace(-2, 1, width)
     history = ((100, 0.25), (400, 0.1))
-    return second_moment(keys.T @ keys / 400, corpus="ein Text “ü”", convergence_history=history)
+    return second_moment(
+        keys.T @ keys / 400, corpus="ein Text “ü”", convergence_history=history, request="{}"
+    )
 
 
 def test_all_fields_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -116,7 +119,15 @@ def test_all_fields_are_saved_and_loaded(tmp_path: Path) -> None:
     save_second_moment(before, path)
     after = load_second_moment(path)
     assert torch.equal(after.matrix, before.matrix)
-    for name in ("layer", "tokens", "corpus", "model", "fingerprint", "convergence_history"):
+    for name in (
+        "layer",
+        "tokens",
+        "corpus",
+        "model",
+        "fingerprint",
+        "convergence_history",
+        "request",
+    ):
         assert getattr(after, name) == getattr(before, name)
     assert [file.name for file in path.parent.iterdir()] == ["m.safetensors"]
 
@@ -158,6 +169,14 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         load_second_moment(path)
     save_file({"x": torch.zeros(1)}, path, metadata={"kind": KIND, "version": str(VERSION)})
     with pytest.raises(BadStats, match="cannot read"):
+        load_second_moment(path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_matrix_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "m.safetensors"
+    save_second_moment(second_moment(torch.diag(torch.tensor([1.0, value]))), path)
+    with pytest.raises(BadStats, match=r"m\.safetensors.*the matrix has NaN or infinity"):
         load_second_moment(path)
 
 

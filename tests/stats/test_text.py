@@ -156,3 +156,29 @@ def test_documents_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadSetting, match="pip install datasets"):
         list(HubDataset.parse("a").documents())
+
+
+@pytest.mark.parametrize("content", [b"A line.\n\xff\xfe\n", b"A line.\nbin\0ary\n"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_file_that_is_not_text_is_refused_with_its_line(
+    content: bytes, zipped: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / ("t.txt.gz" if zipped else "t.txt")
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    with pytest.raises(BadSetting, match=r"t\.txt.* is not UTF-8 text: line 2"):
+        list(documents(path))
+
+
+def test_generated_text_reports_its_progress_within_a_batch() -> None:
+    source = GeneratedText(lm=tiny("gpt2"), length=8, batch_size=4)
+    counts: list[float] = []
+    sequences = source.sequences(range(6), generated=counts.append)
+    next(sequences)
+    assert len(counts) == 7  # a call for each token after the first
+    assert counts == sorted(counts)
+    assert counts[-1] == pytest.approx(4)
+    assert len(list(sequences)) == 5
+    assert counts[-1] == pytest.approx(6)
+    counts.clear()
+    assert len(list(source.sequences(range(6), skip=5, generated=counts.append))) == 1
+    assert counts[0] > 4

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from factscope.cli.flags import Command, ModelOptions, Options
 from factscope.cli.output import check_suffix, doing, note, say, working
 from factscope.errors import BadSetting, FactscopeError
+from factscope.io import check_output_file, check_output_folder, locked, resumable_write
 from factscope.settings import Flag
 from factscope.stats.settings import StatsSettings
 
@@ -48,7 +49,12 @@ class CollectOptions(Options):
             check_suffix(self.out, "out", ".safetensors")
             if len(self.layers) > 1:
                 raise BadSetting(f"--out is a file, for {len(self.layers)} layers; give a folder")
+            check_output_file(self.out, "--out")
+        elif self.out is not None:
+            check_output_folder(self.out)
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
+        if self.figure is not None:
+            check_output_file(self.figure, "--figure")
 
     def paths(self, lm: "LM") -> list[Path]:
         """The file of each layer."""
@@ -105,6 +111,8 @@ def show(options: ShowOptions) -> None:
     from factscope.stats.second_moment import load_second_moment
 
     check_suffix(options.figure, "figure", ".png", ".svg", ".pdf")
+    if options.figure is not None:
+        check_output_file(options.figure, "--figure")
     _print(options.files, [load_second_moment(file) for file in options.files], options)
 
 
@@ -130,6 +138,7 @@ def merge(options: MergeOptions) -> None:
     )
 
     check_suffix(options.out, "out", ".safetensors")
+    check_output_file(options.out, "--out")
     merged = merge_second_moments([load_second_moment(file) for file in options.files])
     save_second_moment(merged, options.out, options.half_precision)
     _print([options.out], [merged], options)
@@ -139,21 +148,41 @@ def _collect(
     lm: "LM", layers: Sequence[int], settings: StatsSettings, paths: Sequence[Path],
     text: Path | None = None, dataset: str | None = None,
 ) -> "list[SecondMoment]":  # fmt: skip
-    """Collect and save the second moments; an interrupted collection resumes."""
-    from factscope.stats.covariance import collect
+    """Collect and save the second moments of layers whose files do not have them yet.
+
+    An interrupted collection resumes.
+    """
+    from factscope.stats.covariance import collect, find_collected
     from factscope.stats.second_moment import save_second_moment
     from factscope.stats.text import open_text
 
     sequences, corpus = open_text(lm, settings, text, dataset)
     partial = paths[0].with_name(paths[0].name + ".partial")
-    with working("statistics: tokens", -(-settings.tokens // settings.n_shards)) as done:
-        moments = collect(
-            lm, layers, sequences, settings, corpus=corpus, partial=partial, progress=done
-        )
-    for moment, path in zip(moments, paths, strict=True):
-        save_second_moment(moment, path, settings.half_precision)
-    partial.unlink(missing_ok=True)
-    return moments
+    files = dict(zip(layers, paths, strict=True))
+    with locked(paths[0].parent, paths[0].name):
+        moments: dict[int, SecondMoment] = {}
+        if not partial.is_file():  # it has the sums of all layers
+            found = {n: find_collected(files[n], lm, n, settings, corpus) for n in layers}
+            moments = {layer: moment for layer, moment in found.items() if moment is not None}
+        for layer in moments:
+            note(f"{files[layer]} has these statistics; delete it to collect them again.")
+        missing = [layer for layer in layers if layer not in moments]
+        if not missing:
+            return list(moments.values())
+        try:
+            with working("statistics: tokens", -(-settings.tokens // settings.n_shards)) as done:
+                collected = collect(
+                    lm, missing, sequences, settings, corpus=corpus, partial=partial, progress=done
+                )
+        except KeyboardInterrupt:
+            advice = "resumes" if partial.is_file() else "starts again"
+            raise KeyboardInterrupt(f"the same command {advice}") from None
+        for moment in collected:
+            moments[moment.layer] = moment
+            with resumable_write(files[moment.layer], partial.is_file):
+                save_second_moment(moment, files[moment.layer], settings.half_precision)
+        partial.unlink(missing_ok=True)
+    return [moments[layer] for layer in layers]
 
 
 def _print(

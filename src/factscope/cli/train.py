@@ -11,6 +11,7 @@ from factscope.cli.flags import Command, ModelOptions, Options
 from factscope.cli.output import note, working
 from factscope.editing.hypernet.settings import Locality, MendConfig, Training, network_config
 from factscope.errors import BadSetting
+from factscope.io import check_output_folder
 from factscope.settings import Flag
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def train(options: TrainOptions) -> None:
     from factscope.runs.train import TrainRun
 
     minutes = MINUTES if options.steps is None and options.minutes is None else options.minutes
+    check_output_folder(options.out)
     source = options.source()
     lm = options.model.load()
     run = TrainRun(

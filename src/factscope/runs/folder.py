@@ -104,7 +104,7 @@ class RunFolder:
 
         try:
             return tomllib.loads((self.path / "spec.toml").read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRunFolder(f"{self.path / 'spec.toml'} cannot be read ({error})") from error
 
     @property

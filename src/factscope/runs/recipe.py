@@ -87,7 +87,7 @@ def read_recipe(path: Path, flags: Flags, changed: Mapping[str, Any] | None = No
     """A recipe, checked; `changed` are flags that replace those of every run."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadSetting(f"cannot read the recipe {path}: {error}") from error
     _check_known(path, "", content, ("title", "common", "run", "report"))
     common, tables = content.get("common", {}), _tables(path, content, "run")

@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factscope.errors import BadRunFolder, BadSetting, BadStats, OutOfMemory
-from factscope.io import atomic_path
+from factscope.io import atomic_path, parse_json, resumable_write
 from factscope.lm.accel import add_product_, on_gpu
 from factscope.lm.hooks import hook_calls
 from factscope.lm.model import LM
 from factscope.progress import Progress, no_progress
-from factscope.stats.second_moment import SecondMoment
+from factscope.stats.second_moment import SecondMoment, load_second_moment
 from factscope.stats.settings import StatsSettings
 from factscope.stats.text import GeneratedText, TokenSequence, batched
 
@@ -75,26 +75,40 @@ def collect(
     checkpoint = _PartialFile(partial, spec, save_interval)
     sums = checkpoint.load() or RunningSums(history={layer: [] for layer in layers})
 
-    def done() -> float:
-        return min(1.0, sums.tokens * settings.n_shards / settings.tokens)
+    reported = 0.0
 
-    progress(done())
+    def report(tokens: int | float) -> None:
+        """Report the tokens read or generated so far as progress."""
+        nonlocal reported
+        reached = min(1.0, tokens * settings.n_shards / settings.tokens)
+        progress(max(0.0, reached - reported))
+        reported = max(reached, reported)
+
+    report(sums.tokens)
     comparison_due = float(FIRST_COMPARISON)
-    remaining = shard_of(sequences, settings, skip=sums.sequences)
-    for batch in length_batches(lm, remaining, settings.batch_size):
-        if sums.converged(threshold):
-            break
-        while comparison_due <= sums.tokens:
-            comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
-        before = done()
-        _add_batch_(lm, sums, batch)
-        if sums.tokens >= comparison_due:
-            sums.compare_halves_()
-        progress(done() - before)
-        checkpoint.save_if_due(sums)
+    remaining = shard_of(sequences, settings, skip=sums.sequences, generated=report)
+    complete = True  # whether the sums contain whole batches only
+    try:
+        for batch in length_batches(lm, remaining, settings.batch_size):
+            if sums.converged(threshold):
+                break
+            while comparison_due <= sums.tokens:
+                comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
+            complete = False
+            _add_batch_(lm, sums, batch)
+            if sums.tokens >= comparison_due:
+                sums.compare_halves_()
+            complete = True
+            report(sums.tokens)
+            checkpoint.save_if_due(sums)
+    except KeyboardInterrupt:
+        if complete and sums.tokens:
+            checkpoint.save(sums)
+        raise
     if not sums.tokens:
         raise BadStats("the text has no tokens; give a longer one")
     sums.compare_halves_()
+    request = _request(settings, corpus)
     if settings.n_shards > 1:
         corpus = f"{corpus}, shard {settings.shard_index + 1} of {settings.n_shards}"
     return [
@@ -106,9 +120,27 @@ def collect(
             model=lm.name,
             fingerprint=lm.fingerprint,
             convergence_history=tuple(sums.history[layer]),
+            request=request,
         )
         for layer in layers
     ]
+
+
+def find_collected(
+    path: Path, lm: LM, layer: int, settings: StatsSettings, corpus: str
+) -> SecondMoment | None:
+    """The second moment in a file, if a collection with the same settings wrote it."""
+    with suppress(BadStats):
+        moment = load_second_moment(path)
+        moment.check(lm, layer)
+        return moment if moment.request == _request(settings, corpus) else None
+    return None
+
+
+def _request(settings: StatsSettings, corpus: str) -> str:
+    """What identifies a collection besides model and layer; `corpus` has the text, length, seed."""
+    names = ("tokens", "convergence", "shard", "half_precision")
+    return json.dumps({"corpus": corpus, **{name: getattr(settings, name) for name in names}})
 
 
 # ---- running sums
@@ -199,13 +231,20 @@ TOKENS_PER_BATCH_CPU, TOKENS_PER_BATCH_GPU = 2048, 8192
 
 
 def shard_of(
-    sequences: Iterable[TokenSequence] | GeneratedText, settings: StatsSettings, skip: int
+    sequences: Iterable[TokenSequence] | GeneratedText,
+    settings: StatsSettings,
+    skip: int,
+    generated: Callable[[float], None] = lambda tokens: None,
 ) -> Iterator[TokenSequence]:
-    """A shard's sequences among the first `tokens` of the text, without the first `skip`."""
+    """A shard's sequences among the first `tokens` of the text, without the first `skip`.
+
+    `generated` is called with the number of tokens generated so far.
+    """
     first, step = settings.shard_index, settings.n_shards
     if isinstance(sequences, GeneratedText):
-        count = math.ceil(settings.tokens / sequences.length)
-        return sequences.sequences(range(first, count, step), skip)
+        length = sequences.length
+        indices = range(first, math.ceil(settings.tokens / length), step)
+        return sequences.sequences(indices, skip, lambda count: generated(count * length))
     return islice(_first_tokens(sequences, settings.tokens), first + skip * step, None, step)
 
 
@@ -291,7 +330,7 @@ class _PartialFile:
             return None
         try:
             with safe_open(self.path, framework="pt") as file:
-                state = json.loads((file.metadata() or {})["state"])
+                state = parse_json((file.metadata() or {})["state"], allow_nan=True)
             if state.get("version") != PARTIAL_VERSION:
                 raise ValueError(f"format version {state.get('version', 1)}, not {PARTIAL_VERSION}")
             changes = [
@@ -319,7 +358,15 @@ class _PartialFile:
     def save_if_due(self, sums: RunningSums) -> None:
         """Save the sums if the interval has passed."""
         start = time.monotonic()
-        if self.path is None or start < self.due:
+        if start < self.due:
+            return
+        self.save(sums)
+        now = time.monotonic()
+        self.due = now + max(self.interval, MAX_SAVE_OVERHEAD * (now - start))
+
+    def save(self, sums: RunningSums) -> None:
+        """Save the sums."""
+        if self.path is None:
             return
         state = {
             "version": PARTIAL_VERSION,
@@ -333,7 +380,8 @@ class _PartialFile:
             for layer, halves in sums.halves.items()
             for i, half in enumerate(halves)
         }
-        with atomic_path(self.path) as temporary:
-            save_file(tensors, temporary, metadata={"state": json.dumps(state)})
-        now = time.monotonic()
-        self.due = now + max(self.interval, MAX_SAVE_OVERHEAD * (now - start))
+        with resumable_write(self.path, self.path.is_file), atomic_path(self.path) as temporary:
+            try:
+                save_file(tensors, temporary, metadata={"state": json.dumps(state)})
+            except SafetensorError as error:  # how it reports a full disk
+                raise OSError(str(error)) from error

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from factscope.errors import BadStats
-from factscope.io import atomic_path, cache_folder
+from factscope.io import atomic_path, cache_folder, parse_json
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -48,6 +48,8 @@ class SecondMoment:
     """The fingerprint of the model's weights."""
     convergence_history: tuple[tuple[int, float], ...] = ()
     """Tokens so far and split-half difference ‖C₁ - C₂‖ / ‖C‖ between two halves of the text."""
+    request: str = ""
+    """The settings of the collection as JSON; empty if the moment was merged."""
     _factors: dict[tuple[float, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -139,7 +141,9 @@ def merge_second_moments(moments: Sequence[SecondMoment]) -> SecondMoment:
         difference = (_mean(moments[::2]) - _mean(moments[1::2])).norm() / mean.norm()
         history = (*history, (tokens, difference.item()))
     corpus = "; ".join(dict.fromkeys(moment.corpus for moment in moments))
-    return replace(first, matrix=mean, tokens=tokens, corpus=corpus, convergence_history=history)
+    return replace(
+        first, matrix=mean, tokens=tokens, corpus=corpus, convergence_history=history, request=""
+    )
 
 
 def _origin(moment: SecondMoment) -> tuple[int, str, str, int]:
@@ -176,6 +180,7 @@ def save_second_moment(moment: SecondMoment, path: Path, half_precision: bool = 
         "corpus": moment.corpus,
         "tokens": str(moment.tokens),
         "convergence_history": json.dumps(moment.convergence_history),
+        "request": moment.request,
     }
     with atomic_path(path) as temporary:
         # Not safetensors' own save_file: it makes files that only their owner can read.
@@ -188,14 +193,19 @@ def load_second_moment(path: Path) -> SecondMoment:
     tensors = load_file(path)
     try:
         history = header["halves" if header["version"] == "1" else "convergence_history"]
+        matrix = _decompress(tensors) if "scales" in tensors else tensors["matrix"]
+        if not matrix.isfinite().all():
+            raise ValueError("the matrix has NaN or infinity")
+        points = parse_json(history, allow_nan=True)
         return SecondMoment(
-            matrix=_decompress(tensors) if "scales" in tensors else tensors["matrix"],
+            matrix=matrix,
             layer=int(header["layer"]),
             tokens=int(header["tokens"]),
             corpus=header["corpus"],
             model=header["model"],
             fingerprint=header["fingerprint"],
-            convergence_history=tuple((int(n), float(x)) for n, x in json.loads(history)),
+            convergence_history=tuple((int(n), float(x)) for n, x in points),
+            request=header.get("request", ""),
         )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error

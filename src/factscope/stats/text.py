@@ -7,8 +7,9 @@ family needs one.
 
 import gzip
 import random
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from factscope.io import sha256
 from factscope.lm.generate import sample_texts, uniform_draws
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
+from factscope.progress import Progress
 from factscope.stats.settings import StatsSettings
 
 SEQUENCE_LENGTH = 256
@@ -29,6 +31,9 @@ MAX_SHUFFLED_BYTES = 1 << 30
 """Text files up to this size are read into memory and their documents shuffled."""
 TOKENIZER_BATCH = 64
 """Documents per tokenizer call."""
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""What Python decodes bytes to that are not UTF-8."""
 
 TokenSequence = Sequence[int]
 Item = TypeVar("Item")
@@ -114,11 +119,21 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
 
 def _text_blocks(path: Path) -> Iterator[str]:
     """Groups of lines between blank lines."""
+    for blank, lines in groupby(_lines(path), key=lambda line: not line.strip()):
+        if not blank:
+            yield "".join(lines).strip()
+
+
+def _lines(path: Path) -> Iterator[str]:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        for blank, lines in groupby(file, key=lambda line: not line.strip()):
-            if not blank:
-                yield "".join(lines).strip()
+    with opener(path, "rt", encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            if "\0" in line or SURROGATE.search(line):
+                raise BadSetting(
+                    f"the text file {path} is not UTF-8 text: line {number}; convert it, or give "
+                    "another file"
+                )
+            yield line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,18 +205,30 @@ class GeneratedText:
     """Sequences generated together."""
     top_k: int = 50
 
-    def sequences(self, indices: range, skip: int = 0) -> Iterator[list[int]]:
+    def sequences(
+        self, indices: range, skip: int = 0, generated: Callable[[float], None] = lambda count: None
+    ) -> Iterator[list[int]]:
         """The sequences with these indices, without the first `skip` of them.
 
         The batches stay the same whatever is skipped: rounding depends on the rows of a batch.
+        `generated` is called often, with the number of sequences so far, of a batch in fractions.
         """
         start = skip // self.batch_size * self.batch_size
-        batches = batched(indices[start:], self.batch_size)
-        return islice(chain.from_iterable(map(self._generate, batches)), skip - start, None)
+        for first in range(start, len(indices), self.batch_size):
+            batch, done = indices[first : first + self.batch_size], float(first)
 
-    def _generate(self, indices: Sequence[int]) -> list[list[int]]:
+            def advance(fraction: float, rows: int = len(batch)) -> None:
+                nonlocal done
+                done += fraction * rows
+                generated(done)
+
+            yield from self._generate(batch, advance)[max(0, skip - first) :]
+
+    def _generate(self, indices: Sequence[int], progress: Progress) -> list[list[int]]:
         tokenizer = self.lm.tokenizer
         candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
         start = next(token for token in candidates if token is not None)
         draws = uniform_draws([str(index) for index in indices], self.length, self.seed)
-        return sample_texts(self.lm, [[start] for _ in indices], draws, k=self.top_k)
+        return sample_texts(
+            self.lm, [[start] for _ in indices], draws, k=self.top_k, progress=progress
+        )
