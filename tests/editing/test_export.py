@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import factscope
 from factscope.editing.edit import Change, Dense, Edit, EditChecks, LowRank, applied_edits
-from factscope.editing.export import export_checkpoint, export_peft
+from factscope.editing.export import energy_kept, export_checkpoint, export_peft
 from factscope.errors import BadEdit, BadSetting, UnsafeEdit
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 
+from editing_facts import text_lm
 from edits import (
     BIASED,
     IDS,
@@ -182,13 +183,10 @@ def test_the_files_match_those_that_peft_writes(family: str, bias: bool, tmp_pat
     if bias:
         changes[mlp(lm, 0, "bias")] = dense(lm, mlp(lm, 0, "bias"))
     export_peft(edit_of(lm, changes), lm, tmp_path / "ours")
-    pattern = {second.removesuffix(".weight"): 4}
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
-        r=2,
-        lora_alpha=2,
-        rank_pattern=pattern,
-        alpha_pattern=pattern,
+        r=4,
+        lora_alpha=4,
         target_modules=[first.removesuffix(".weight"), second.removesuffix(".weight")],
         fan_in_fan_out=lm.family.transposed,
         lora_bias=bias,
@@ -244,6 +242,38 @@ def test_rank_keeps_the_largest_singular_values(llama: LM, kind: str, tmp_path: 
     assert_close(peft_logits(llama, tmp_path / "adapter"), applied_logits(llama, [cut]))
 
 
+def test_sums_of_unequal_ranks_are_padded_to_one_rank(gpt2: LM, tmp_path: Path) -> None:
+    """A program that reads only r and lora_alpha computes the same."""
+    first = edit_of(gpt2, {mlp(gpt2, i): low_rank(gpt2, mlp(gpt2, i), 2) for i in (0, 1)})
+    second = edit_of(gpt2, {mlp(gpt2, i): low_rank(gpt2, mlp(gpt2, i), 1, seed=i) for i in (1, 2)})
+    export_peft(first + second, gpt2, tmp_path / "adapter", force=True)
+    config, tensors = config_of(tmp_path / "adapter"), load_file(tmp_path / "adapter" / FILE)
+    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (3, {}, {})
+    for name, change in (first + second).changes.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        B, A = tensors[f"{key}.lora_B.weight"], tensors[f"{key}.lora_A.weight"]
+        assert B.shape[1] == A.shape[0] == config["r"]
+        torch.testing.assert_close(config["lora_alpha"] / config["r"] * B @ A, change.matrix())
+
+
+def test_the_energy_that_a_rank_keeps(
+    llama: LM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    U, V = (torch.linalg.qr(torch.randn(n, 2))[0] for n in (32, 64))
+    change = Dense(U * torch.tensor([2.0, 1.0]) @ V.T)  # energy 4 + 1
+    edit = edit_of(llama, {mlp(llama, 0): change, mlp(llama, 1): low_rank(llama, mlp(llama, 1), 1)})
+    assert export_peft(edit, llama, tmp_path / "whole") is edit
+    assert caplog.text == ""
+    exported = export_peft(edit, llama, tmp_path / "adapter", rank=1)
+    overall, weights = energy_kept(edit, exported)
+    assert weights == pytest.approx({mlp(llama, 0): 0.8, mlp(llama, 1): 1.0})
+    other = edit.changes[mlp(llama, 1)].norm() ** 2
+    assert overall == pytest.approx((4 + other) / (5 + other))
+    assert f"rank 1 keeps {100 * overall:.1f} % of the edit's energy" in caplog.text
+    cut = edit_of(llama, dict(exported.changes))
+    assert_close(peft_logits(llama, tmp_path / "adapter"), applied_logits(llama, [cut]))
+
+
 def test_a_rank_larger_than_the_edit_changes_nothing(llama: LM, tmp_path: Path) -> None:
     edit = weights_edit(llama)
     export_peft(edit, llama, tmp_path / "adapter", rank=100)
@@ -286,9 +316,19 @@ def test_changes_that_lora_cannot_express_are_refused(gpt2: LM, tmp_path: Path) 
     with pytest.raises(BadEdit, match="changes no weight"):
         export_peft(edit_of(gpt2, {}), gpt2, tmp_path / "adapter")
     bad = Dense(torch.full((32, 128), torch.nan))
-    with pytest.raises(BadEdit, match="not finite"):
+    with pytest.raises(BadEdit, match="NaN or infinite"):
         export_peft(edit_of(gpt2, {mlp(gpt2, 0): bad}), gpt2, tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_harmful_multiple_is_exported_only_if_forced(tmp_path: Path) -> None:
+    lm = text_lm("gpt2")
+    edit = edit_of(lm, {mlp(lm, 0): low_rank(lm, mlp(lm, 0), size=1e-3)})
+    with pytest.raises(UnsafeEdit, match="update norm"):
+        export_peft(1e6 * edit, lm, tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+    export_peft(1e6 * edit, lm, tmp_path / "adapter", force=True)
+    export_peft(2.0 * edit, lm, str(tmp_path / "other"))
 
 
 def test_an_untied_head_is_exported(llama: LM, tmp_path: Path) -> None:
@@ -491,8 +531,8 @@ def test_any_error_leaves_the_model_and_the_disk_unchanged(
 
 def test_a_bad_edit_reverts_the_good_one(made: LM, tmp_path: Path) -> None:
     good, before = weights_edit(made), state_of(made)
-    bad = edit_of(made, {mlp(made, 1): Dense(torch.full((32, 128), torch.inf))})
-    with pytest.raises(BadEdit, match="infinite"):
+    bad = edit_of(made, {mlp(made, 1): Dense(torch.ones(32, 129))})
+    with pytest.raises(BadEdit, match="another model"):
         export_checkpoint([good, bad], made, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     assert_same(state_of(made), before)

@@ -14,7 +14,7 @@ from factscope.editing.edit import Dense, Edit, LowRank
 from factscope.editing.memit import FACTS_PER_PASS, BoundMemit, memit_update
 from factscope.editing.reference import search_delta
 from factscope.editing.settings import PAPER_MEMIT, Memit, ValueSearch
-from factscope.errors import BadFact, BadSetting, DidNotConverge
+from factscope.errors import BadEdit, BadFact, BadSetting, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.lm.model import LM
@@ -301,6 +301,26 @@ def test_errors_name_the_problem(gpt2: LM, settings: dict[str, Any], words: str)
 def test_covariance_weight_must_be_positive(weight: float) -> None:
     with pytest.raises(BadSetting, match=r"covariance_weight is .*; give more than 0"):
         Memit(covariance_weight=weight)
+
+
+def test_an_update_with_nan_does_not_stop_the_others(
+    gpt2: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def first_broken(*system: Any) -> Any:
+        made.append(memit_update(*system))
+        return made[-1] * float("nan") if len(made) == 1 else made[-1]
+
+    monkeypatch.setattr("factscope.editing.memit.memit_update", first_broken)
+    memit = Memit(layers=(0, 1), prefixes=(), second_moment="identity", search=FEW)
+    broken, *others = memit.attempt(gpt2, FACTS)
+    assert isinstance(broken, BadEdit)
+    assert "h.0.mlp.c_proj.weight is NaN or infinite" in str(broken)
+    assert [len(edit.changes) for edit in others if isinstance(edit, Edit)] == [2, 2]
+    made.clear()
+    with pytest.raises(BadEdit, match="NaN or infinite"):
+        memit(gpt2, FACTS)
 
 
 def test_no_facts(gpt2: LM, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
-from factscope.editing.rome import BoundRome, insert
+from factscope.editing.rome import BoundRome, insert, insert_each
 from factscope.editing.settings import PAPER_ROME, R_ROME, Rome
 from factscope.editing.value_search import ValueResult
-from factscope.errors import BadFact, BadSetting, BadStats, DidNotConverge
+from factscope.errors import BadEdit, BadFact, BadSetting, BadStats, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
@@ -236,6 +236,26 @@ def test_nan_loss_is_an_error() -> None:
         lm.model.get_parameter("transformer.ln_f.weight")[0] = float("nan")
     with pytest.raises(DidNotConverge, match="NaN or infinite"):
         values_on(bound, FACTS[:1])
+
+
+def test_an_update_with_nan_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = text_lm("gpt2")
+
+    def one_broken(*system: torch.Tensor) -> list[LowRank]:
+        first, *others = insert_each(*system)
+        return [first * float("nan"), *others]
+
+    monkeypatch.setattr("factscope.editing.rome.insert_each", one_broken)
+    rome = rome_on(lm).settings
+    broken, *others = rome.attempt(lm, FACTS)
+    assert isinstance(broken, BadEdit)
+    assert "h.0.mlp.c_proj.weight is NaN or infinite" in str(broken)
+    monkeypatch.undo()
+    for edit, wanted in zip(others, rome.each(lm, FACTS)[1:], strict=True):
+        assert isinstance(edit, Edit)
+        assert edit.checks is not None
+        assert wanted.checks is not None
+        assert edit.checks.division_factor == pytest.approx(wanted.checks.division_factor)
 
 
 def test_a_bad_fact_does_not_stop_the_others() -> None:

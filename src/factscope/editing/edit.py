@@ -12,7 +12,7 @@ import html
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class LowRank:
     def __repr__(self) -> str:
         return f"LowRank(rank {self.rank}, {' × '.join(map(str, self.shape))})"
 
+    @cached_property  # computed once: on a GPU it waits for the device
     def is_finite(self) -> bool:
         """Whether no entry of ΔW can be NaN or infinite: |ΔW| ≤ ‖B‖ ‖A‖, without computing ΔW."""
         norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (self.B, self.A)]
@@ -108,6 +109,7 @@ class Dense:
     def __repr__(self) -> str:
         return f"Dense({' × '.join(map(str, self.shape))})"
 
+    @cached_property  # computed once: on a GPU it waits for the device
     def is_finite(self) -> bool:
         """Whether no entry of ΔW is NaN or infinite."""
         return bool(self.delta.isfinite().all())
@@ -220,7 +222,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         for name, change in self.changes.items():
-            if not change.is_finite():
+            if not change.is_finite:
                 raise BadEdit(
                     f"the change of {name} is NaN or infinite; make the edit again, with the model "
                     "in float32"
@@ -371,8 +373,8 @@ class Edit:
             header["checks"] = json.dumps(self.checks.to_dict())
         tensors: dict[str, Tensor] = {}
         for name, change in self.changes.items():
-            for part, tensor in vars(change).items():  # B and A, or delta
-                tensor = tensor.detach().to("cpu", torch.float32)
+            for part in (x.name for x in fields(change)):  # B and A, or delta
+                tensor = getattr(change, part).detach().to("cpu", torch.float32)
                 # safetensors rejects tensors that share memory.
                 tensors[f"{name}#{part}"] = tensor.clone(memory_format=torch.contiguous_format)
         try:

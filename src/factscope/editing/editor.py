@@ -2,7 +2,7 @@
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,6 +103,19 @@ def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:
         if isinstance(result, FactscopeError):
             raise result
     return [result for result in results if not isinstance(result, FactscopeError)]
+
+
+def results_or_errors(
+    function: Callable[..., U | FactscopeError], *items: Iterable[Any]
+) -> list[U | FactscopeError]:
+    """Map the function over the items; an error that it raises takes the place of the result."""
+    results: list[U | FactscopeError] = []
+    for values in zip(*items, strict=True):
+        try:
+            results.append(function(*values))
+        except FactscopeError as error:
+            results.append(error)
+    return results
 
 
 def sum_edits(edits: "Sequence[Edit]", *results: str) -> "Edit":

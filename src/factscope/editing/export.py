@@ -6,19 +6,20 @@ and leaves the weights alone; a checkpoint needs no library but transformers.
 
 import json
 import logging
-import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from factscope.editing.checks import raise_if_unsafe
 from factscope.editing.edit import Change, Edit, LowRank, applied_edits, is_transposed
 from factscope.editing.per_row import linear_of
 from factscope.errors import BadEdit, BadSetting
@@ -33,21 +34,22 @@ log = logging.getLogger(__name__)
 
 def export_peft(
     edit: Edit, lm: "LM", folder: str | Path, *, rank: int | None = None, force: bool = False
-) -> None:
+) -> Edit:
     """Write the edit as a LoRA adapter, for `peft.PeftModel.from_pretrained(model, folder)`.
 
     The adapter is exact: a dense change becomes one of full rank. `rank` truncates each change to
-    its largest singular values. The model is not changed; `force` is as in `Edit.apply`.
+    its largest singular values. Returns the edit that the adapter contains; `energy_kept` compares
+    the two. The model is not changed; `force` is as in `Edit.apply`.
     """
     if rank is not None and rank < 1:
         raise BadSetting(f"rank is {rank}; it must be at least 1")
     if not force:
-        edit.check_model(lm)
-        if edit.checks is not None:
-            edit.checks.raise_if_unsafe()
+        raise_if_unsafe(lm, edit)
     if not edit.changes:
         raise BadEdit("the edit changes no weight; there is nothing to export")
-    factors, biases = _factors_and_biases(edit, lm, rank)
+    whole = {name: _checked(edit.changes[name], lm, name) for name in edit.changed_weights}
+    changes = {name: _truncated(change, rank) for name, change in whole.items()}
+    factors, biases = _factors_and_biases(changes, lm)
     tensors: dict[str, Tensor] = {}
     for module, change in factors.items():
         name = f"base_model.model.{module}"
@@ -61,6 +63,24 @@ def export_peft(
         (partial / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / "adapter_config.json").write_text(text, encoding="utf-8")
+    if all(changes[name] is change for name, change in whole.items()):
+        return edit
+    exported = replace(edit, changes=changes, checks=None)
+    kept = energy_kept(edit, exported)[0]
+    log.warning("rank %d keeps %.1f %% of the edit's energy (squared norm)", rank, 100 * kept)
+    return exported
+
+
+def energy_kept(edit: Edit, exported: Edit) -> tuple[float, dict[str, float]]:
+    """The fraction of ‖ΔW‖² (squared Frobenius norm) that an export keeps: overall, by weight."""
+    energies = {
+        name: (exported.changes[name].norm() ** 2, edit.changes[name].norm() ** 2)
+        for name in edit.changed_weights
+    }
+    kept, whole = (sum(column) for column in zip(*energies.values(), strict=True))
+    return kept / whole if whole else 1.0, {
+        n: a / b if b else 1.0 for n, (a, b) in energies.items()
+    }
 
 
 def export_checkpoint(
@@ -86,22 +106,26 @@ def export_checkpoint(
 
 
 def _factors_and_biases(
-    edit: Edit, lm: "LM", rank: int | None
+    changes: Mapping[str, Change], lm: "LM"
 ) -> tuple[dict[str, LowRank], dict[str, Tensor]]:
-    """ΔW as B A, and the change of the bias, by the full name of each changed layer."""
-    changes = {name: _checked(edit.changes[name], lm, name) for name in edit.changed_weights}
+    """ΔW as B A, and the change of the bias, by the full name of each changed layer.
+
+    All factors have one rank, padded with zeros: not every program that loads adapters reads
+    `rank_pattern` and `alpha_pattern`, and without them it would scale other ranks by alpha / r.
+    """
     factors: dict[str, LowRank] = {}
     biases: dict[str, Tensor] = {}
     for name, change in changes.items():
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            factors[module] = _factors(change, rank)
+            factors[module] = _factors(change)
             continue
         biases[module] = change.matrix()
         if f"{module}.weight" not in changes:  # peft needs a rank of at least 1
             value, key = _shape(lm, f"{module}.weight")
             factors[module] = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
-    return factors, biases
+    rank = max(change.rank for change in factors.values())
+    return {module: _padded(change, rank) for module, change in factors.items()}, biases
 
 
 def _checked(change: Change, lm: "LM", name: str) -> Change:
@@ -117,8 +141,6 @@ def _checked(change: Change, lm: "LM", name: str) -> Change:
             f"{name} has shape {shape}, the edit's change of it {change.shape}; "
             "is it for another model?"
         )
-    if not math.isfinite(change.norm()):
-        raise BadEdit(f"the edit's change of {name} is not finite; make it again")
     return change.to("cpu")
 
 
@@ -128,11 +150,16 @@ def _shape(lm: "LM", name: str) -> tuple[int, ...]:
     return shape[::-1] if is_transposed(lm, name) else shape
 
 
-def _factors(change: Change, rank: int | None) -> LowRank:
-    """ΔW as B A, truncated to a rank if that is lower."""
-    if rank is not None and rank < change.rank:
-        U, S, V = torch.linalg.svd(change.matrix().float(), full_matrices=False)
-        return LowRank(U[:, :rank] * S[:rank], V[:rank])
+def _truncated(change: Change, rank: int | None) -> Change:
+    """The change with only its largest singular values, if its rank is higher."""
+    if rank is None or len(change.shape) < 2 or change.rank <= rank:  # a bias has one dimension
+        return change
+    U, S, V = torch.linalg.svd(change.matrix().float(), full_matrices=False)
+    return LowRank(U[:, :rank] * S[:rank], V[:rank])
+
+
+def _factors(change: Change) -> LowRank:
+    """ΔW as B A."""
     if isinstance(change, LowRank):
         return change
     # One factor is ΔW, the other, on its shorter side, the identity: exact.
@@ -142,20 +169,25 @@ def _factors(change: Change, rank: int | None) -> LowRank:
     return LowRank(change.delta, torch.eye(key))
 
 
+def _padded(change: LowRank, rank: int) -> LowRank:
+    """The same ΔW with zeros up to a rank."""
+    zeros = rank - change.rank
+    return LowRank(F.pad(change.B, (0, zeros)), F.pad(change.A, (0, 0, 0, zeros)))
+
+
 def _peft_config(factors: Mapping[str, LowRank], lm: "LM") -> dict[str, Any]:
-    """`adapter_config.json`; alpha equals the rank everywhere, so nothing is scaled."""
-    rank = Counter(change.rank for change in factors.values()).most_common(1)[0][0]
-    # Full module names: a short one would match the same layer of other blocks.
-    others = {module: change.rank for module, change in factors.items() if change.rank != rank}
+    """`adapter_config.json`; alpha equals the rank, so nothing is scaled."""
+    rank = next(iter(factors.values())).rank
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": lm.name,
+        # Full module names: a short one would match the same layer of other blocks.
         "target_modules": list(factors),
         "r": rank,
         "lora_alpha": rank,
-        "rank_pattern": others,
-        "alpha_pattern": others,
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "fan_in_fan_out": any(is_transposed(lm, f"{module}.weight") for module in factors),
         "inference_mode": True,
         "lora_dropout": 0.0,

@@ -29,7 +29,12 @@ from factscope.editing.checks import with_checks
 from factscope.editing.contexts import EditRequest, TokenBatch, TokenRow, edit_requests
 from factscope.editing.defaults import check_layer, finetune_layer, finetune_max_change
 from factscope.editing.edit import Dense, Edit
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
+from factscope.editing.editor import (
+    BoundEditor,
+    map_valid,
+    raise_first_error,
+    results_or_errors,
+)
 from factscope.editing.settings import FineTune
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
@@ -239,8 +244,8 @@ class BoundFineTune(BoundEditor):
         ) -> list[Edit | FactscopeError]:
             objective = FineTuneObjective.of(self.lm, self._rows(requests), self.layer)
             results = minimise([objective], self.weights, len(requests), self.settings, progress)
-            pairs = zip(requests, results, strict=True)
-            return [self._edit([request.fact], result) for request, result in pairs]
+            facts = [[request.fact] for request in requests]
+            return results_or_errors(self._edit, facts, results)
 
         def train_all(requests: list[EditRequest]) -> list[Edit | FactscopeError]:
             size = self._facts_per_pass(self._rows(requests), delta_per_fact=True)

@@ -44,7 +44,13 @@ from factscope.editing.contexts import (
     with_prefixes,
 )
 from factscope.editing.edit import Edit, LowRank
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error, sum_edits
+from factscope.editing.editor import (
+    BoundEditor,
+    map_valid,
+    raise_first_error,
+    results_or_errors,
+    sum_edits,
+)
 from factscope.editing.settings import KN, NeuronSite
 from factscope.errors import BadFact, BadSetting, DidNotConverge, FactscopeError
 from factscope.facts import Fact
@@ -392,12 +398,7 @@ class BoundKN(BoundEditor):
         return map_valid(self._edits(facts, progress), lambda edits: with_checks(self.lm, edits))
 
     def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        requests: list[NeuronRequest | FactscopeError] = []
-        for fact in facts:
-            try:
-                requests.append(self._request(fact))
-            except BadFact as error:
-                requests.append(error)
+        requests = results_or_errors(self._request, facts)
 
         def solve(valid: list[NeuronRequest]) -> list[Edit | FactscopeError]:
             size = self.settings.facts_per_pass or self._facts_per_pass(valid)
@@ -449,7 +450,7 @@ class BoundKN(BoundEditor):
         attributions = attribute_neurons(self.lm, rows, self.settings, progress=progress)
         sizes = [request.readouts for request in requests]
         parts = zip(*(x.split(sizes) for x in attributions), strict=True)
-        return [self._edit(r, *part) for r, part in zip(requests, parts, strict=True)]
+        return results_or_errors(lambda r, part: self._edit(r, *part), requests, parts)
 
     def _edit(
         self,

@@ -26,7 +26,7 @@ from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Memit, describe_second_moment
 from factscope.editing.value_search import ValueResult, search_values
-from factscope.errors import BadSetting, FactscopeError
+from factscope.errors import BadEdit, BadSetting, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.hooks import hook_calls, hook_outputs
 from factscope.progress import Progress
@@ -66,15 +66,17 @@ class BoundMemit(BoundEditor):
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts."""
         values = raise_first_error(self.find_values(facts, progress))
-        return with_checks(self.lm, self.insert(values, [list(range(len(values)))]))[0]
+        edits = raise_first_error(self.insert(values, [list(range(len(values)))]))
+        return with_checks(self.lm, edits)[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or its error."""
 
-        def insert_all(values: list[ValueResult]) -> list[Edit]:
-            return with_checks(self.lm, self.insert(values, [[i] for i in range(len(values))]))
+        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
+            return self.insert(values, [[i] for i in range(len(values))])
 
-        return map_valid(self.find_values(facts, progress), insert_all)
+        edits = map_valid(self.find_values(facts, progress), insert_all)
+        return map_valid(edits, lambda edits: with_checks(self.lm, edits))
 
     def find_values(
         self, facts: Sequence[Fact], progress: Progress
@@ -82,12 +84,15 @@ class BoundMemit(BoundEditor):
         """For each fact the state at the last layer, and δ such that z = h + δ."""
         return search_values(self.lm, facts, self.settings, self.layers[-1], "state", progress)
 
-    def insert(self, values: Sequence[ValueResult], groups: list[list[int]]) -> list[Edit]:
+    def insert(
+        self, values: Sequence[ValueResult], groups: list[list[int]]
+    ) -> list[Edit | FactscopeError]:
         """An edit for each group of facts, updated layer by layer from the lowest."""
         requests = [x.request for x in values]
         z = torch.stack([x.values[0] + x.delta for x in values])
         edits = [self._empty_edit([values[i] for i in group]) for group in groups]
         group_of = {i: g for g, group in enumerate(groups) for i in group}
+        errors: dict[int, FactscopeError] = {}
         for n, (layer, C) in enumerate(zip(self.layers, self.second_moments, strict=True)):
             keys, h = self._keys_and_states(requests, layer, edits, group_of)
             residuals = (z - h) / (len(self.layers) - n)
@@ -96,8 +101,12 @@ class BoundMemit(BoundEditor):
                 K, R = keys[group], residuals[group]
                 directions = K if C is None else C.solve(K, ridge=self.settings.ridge)
                 change = memit_update(K, R, directions, self.covariance_weight)
-                edits[g] = replace(edits[g], changes={**edits[g].changes, name: change.to("cpu")})
-        return edits
+                changes = {**edits[g].changes, name: change.to("cpu")}
+                try:
+                    edits[g] = replace(edits[g], changes=changes)
+                except BadEdit as error:  # NaN; the other groups go on
+                    errors.setdefault(g, error)
+        return [errors.get(g, edit) for g, edit in enumerate(edits)]
 
     @torch.no_grad()
     def _keys_and_states(

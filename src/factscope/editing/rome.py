@@ -24,7 +24,12 @@ from factscope.editing.checks import with_checks
 from factscope.editing.contexts import resolve_prefixes
 from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
 from factscope.editing.edit import Change, Edit, LowRank
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
+from factscope.editing.editor import (
+    BoundEditor,
+    map_valid,
+    raise_first_error,
+    results_or_errors,
+)
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Rome
 from factscope.editing.value_search import ValueResult, search_values
@@ -66,11 +71,13 @@ class BoundRome(BoundEditor):
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """A rank-one edit for each fact on its own, or its error."""
 
-        def insert_all(values: list[ValueResult]) -> list[Edit]:
+        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
             keys, residuals, directions = self._system(values)
             changes = insert_each(keys, residuals, directions)
-            edits = [self._edit([v], change) for v, change in zip(values, changes, strict=True)]
-            return with_checks(self.lm, edits, division_factors(keys, directions))
+            edits = results_or_errors(lambda v, change: self._edit([v], change), values, changes)
+            factors = division_factors(keys, directions)
+            factors = [x for x, edit in zip(factors, edits, strict=True) if isinstance(edit, Edit)]
+            return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors))
 
         return map_valid(self.find_values(facts, progress), insert_all)
 

@@ -90,10 +90,7 @@ class BoundHypernet(BoundEditor):
             entering, _ = self.split.below(batch.ids)
             losses, changes = self._changes(batch, entering, encoded)
             parts = zip(requests, _by_fact(changes), losses.tolist(), strict=True)
-            edits = [
-                self._to_edit(request, [change.to("cpu") for change in low_rank], loss)
-                for request, low_rank, loss in parts
-            ]
+            edits = [self._to_edit(request, low_rank, loss) for request, low_rank, loss in parts]
         progress(1.0)
         return edits
 
@@ -120,8 +117,7 @@ class BoundHypernet(BoundEditor):
         losses, changes, text_losses = captured(self.lm, key, self._changes_and_checks, *tensors)
         edit = self._to_edit(request, next(_by_fact(changes)), losses.item())
         if isinstance(edit, Edit):
-            checks = measure_checks(self.lm, edit, *perplexities(text_losses))
-            edit = replace(edit, checks=checks).to("cpu")
+            edit = replace(edit, checks=measure_checks(self.lm, edit, *perplexities(text_losses)))
         return edit
 
     def _changes_and_checks(
@@ -144,8 +140,8 @@ class BoundHypernet(BoundEditor):
     def _to_edit(
         self, request: EditRequest, changes: Sequence[LowRank], loss: float
     ) -> Edit | FactscopeError:
-        finite = [x.isfinite().all() for change in changes for x in (change.A, change.B)]
-        if not torch.stack(finite).all():
+        changes = [change.to("cpu") for change in changes]
+        if not all(change.is_finite for change in changes):
             return DidNotConverge(
                 f"the network's edit for {request.fact.text!r} is not finite; load the model in "
                 "float32, or train the weights again"
