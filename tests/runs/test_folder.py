@@ -1,5 +1,6 @@
 """Run folders: tied to their spec and weights, locked while a run writes, repaired on resume."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from factscope.facts import Fact
 from factscope.io import locked
 from factscope.records import CaseRecord, TraceRecord, TrainingRecord
 from factscope.runs.folder import CHECKPOINT, RunFolder, locks_folder
+
+from commands import Run, runner, saved_model
+from counterfact import record as counterfact_record
 
 FACTS = [Fact(subject="Ann", prompt="{} speaks", target="Thai", id=str(i)) for i in range(3)]
 TRACES = [
@@ -186,3 +190,77 @@ def test_a_full_disk_leaves_a_folder_that_resumes(
     with pytest.raises(RunInterrupted, match=r"No space left.*the same command resumes"):
         folder.append(TRACES[1])
     assert open_run(tmp_path).trace_records()[0] == TRACES[0]
+
+
+# ---- as a user runs the commands
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), spread=0.3)
+
+
+@pytest.fixture
+def factscope(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_drawing: None,
+) -> Run:
+    """Commands on the tiny model, in a folder with cases and facts."""
+    cases = [counterfact_record(i) for i in range(6)]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    (tmp_path / "facts.jsonl").write_text('{"subject": "Ann", "prompt": "Ann speaks"}\n')
+    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+
+
+COMMANDS = {
+    "trace": "--facts facts.jsonl --samples 2",
+    "evaluate": "--data cases.json --method ft --layer 1 --steps 2 --text-length 0 --limit 2",
+    "sweep": "--data cases.json --method ft --grid layer=0-1 --steps 2 --limit 1",
+    "train": "mend --data text --layers 1 --steps 2 --limit 12 --target-tokens 2",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_locks_its_folder(
+    command: str, factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (command, *COMMANDS[command].split(), "--model", model, "--device", "cpu", "-o", "run")
+    append, appended = RunFolder.append, []
+
+    def checked(self: RunFolder, record: Any) -> None:
+        for folder in {self.path, Path("run")}:
+            with pytest.raises(FolderInUse):
+                locked(folder).__enter__()
+        appended.append(record)
+        append(self, record)
+
+    monkeypatch.setattr(RunFolder, "append", checked)
+    done = factscope(*words)
+    assert done.code == 0, done.err
+    assert appended
+    assert not list(tmp_path.rglob("*.lock"))
+    with locked("run"):
+        refused = factscope(*words)
+    assert refused.code == 1
+    assert "factscope: run is in use by process" in refused.err
+
+
+def test_a_run_with_doubled_records_is_repaired_by_its_command(
+    factscope: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("evaluate", *COMMANDS["evaluate"].split(), "--model", model, "--out", "run")
+    assert factscope(*words).code == 0
+    path = tmp_path / "run" / "records.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole)
+    refused = factscope("report", "run", "--out", "report")
+    assert refused.code == 2
+    assert "has two records of the case" in refused.err
+    repaired = factscope(*words)
+    assert repaired.code == 0, repaired.err
+    assert "run/records.jsonl: removed 0 incomplete and 2 doubled records" in caplog.text
+    assert path.read_text() == whole
+    assert factscope("report", "run", "--out", "report").code == 0
