@@ -77,8 +77,8 @@ class Fact:
         chosen = len(starts) if occurrence is None else occurrence
         if not 1 <= chosen <= len(starts):
             raise BadFact(
-                f"the subject {subject!r} occurs {len(starts)} times in the prompt; "
-                f"occurrence {occurrence} does not exist"
+                f"occurrence is {occurrence}, but the subject {subject!r} occurs {len(starts)} "
+                "times in the prompt; count from 1"
             )
         start = starts[chosen - 1]
         prompt = text[:start] + SUBJECT_SLOT + text[start + len(subject) :]

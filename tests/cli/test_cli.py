@@ -173,7 +173,7 @@ MISTAKES = {
     "prompt too long": ([f"{TOWER} is" + " is" * 70, "--subject", TOWER], ["tokens", "64"]),
     "braces": (["The {} of Oslo is", "--subject", "Oslo"], ["must have"]),
     "no subject": ([CITY], ["--subject"]),
-    "no such occurrence": ([CITY, "--subject", TOWER, "--occurrence", "2"], ["occurrence 2"]),
+    "no such occurrence": ([CITY, "--subject", TOWER, "--occurrence", "2"], ["--occurrence is 2"]),
     "preset": ([CITY, "--subject", TOWER, "--preset", "papper"], ["'papper'", "paper"]),
     "kind": ([CITY, "--subject", TOWER, "--kinds", "mpl"], ["'mpl'", "states, mlp, attn"]),
     "noise": ([CITY, "--subject", TOWER, "--noise", "loud"], ["'loud'", "3s"]),

@@ -277,7 +277,7 @@ def test_edits_equal_the_reference(worded: LM, preset: str) -> None:
     few = {"steps": 3, "threshold": 0.5}
     how = replace(SMALL, prefixes=PREFIXES[:1]) if preset == "default" else replace(PAPER_KN, **few)
     if preset == "paper" and worded.embed.embedding_dim != worded.width:
-        with pytest.raises(BadSetting, match=r"width 16 .* states have 32; use embedding='output'"):
+        with pytest.raises(BadSetting, match=r"width 16 .* states have 32; use output"):
             how(worded, FACTS)
         how = replace(how, embedding="output")
     wanted = [plain_edit(worded, fact, how) for fact in FACTS]

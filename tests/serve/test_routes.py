@@ -425,7 +425,7 @@ def test_runs_that_cannot_be_shown(client: httpx.Client) -> None:
         ({"settings": {"window": 1.5}}, "window"),
         ({"tables": ["<script>"]}, "choose from"),
         ({"tables": []}, "choose from"),
-        ({"occurrence": 3}, "does not exist"),
+        ({"occurrence": 3}, "occurrence is 3, but the subject"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

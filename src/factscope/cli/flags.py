@@ -17,7 +17,7 @@ from annotated_types import Ge
 from cyclopts import Group, Parameter
 
 from factscope.cli.output import doing, note, print_json, say
-from factscope.errors import BadSetting
+from factscope.errors import BadFact, BadSetting
 from factscope.facts import Fact, occurrences, strip_end
 from factscope.settings import Flag, Setting, build, settings_of, unknown_flag
 
@@ -108,6 +108,14 @@ class FactSource:
         return fact
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options."""
+
+    chat: bool = False
+    """Put each prompt into the model's chat template, as a user's message; the model replies."""
+
+
 # ---- commands
 
 
@@ -144,7 +152,7 @@ class Command:
         """Context in which an error about a field, such as "window is 0; …", names its flag."""
         try:
             yield
-        except BadSetting as error:
+        except (BadSetting, BadFact) as error:
             match = re.match(r"(\w+) is ", str(error))
             if match is None:
                 raise
@@ -152,7 +160,7 @@ class Command:
             flags = {s.path[-1]: s.display_name for s in self.settings(chosen).values()}
             if match[1] not in flags:
                 raise
-            raise BadSetting(f"{flags[match[1]]}{str(error)[len(match[1]) :]}") from error
+            raise type(error)(f"{flags[match[1]]}{str(error)[len(match[1]) :]}") from error
 
     def unknown(self, names: Sequence[str], base: Any) -> str:
         """The message for flags that the command does not have."""

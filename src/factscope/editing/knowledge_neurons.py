@@ -382,7 +382,7 @@ class BoundKN(BoundEditor):
         if settings.embedding == "input" and lm.embed.embedding_dim != lm.width:
             raise BadSetting(
                 f"embedding is 'input', but the input embeddings of {lm.name} have width "
-                f"{lm.embed.embedding_dim} and its states have {lm.width}; use embedding='output'"
+                f"{lm.embed.embedding_dim} and its states have {lm.width}; use output"
             )
         self.settings, self.lm = settings, lm
         self.prefixes = resolve_prefixes(lm, settings)

@@ -75,7 +75,9 @@ def read_prefixes(file: str | Path) -> tuple[str, ...]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting(f"cannot read the prefixes in {file}: {error}") from error
+        raise ValueError(f"the file cannot be read ({error})") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError("the file is empty; write one prefix per line, or leave it out")
     prefixes = [
         line.split(SUBJECT_SLOT)[0] if SUBJECT_SLOT in line else line + JOIN
         for line in lines

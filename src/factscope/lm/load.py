@@ -55,7 +55,7 @@ def load(
     except torch.OutOfMemoryError as error:
         raise BadSetting(
             f"{name} does not fit into the memory of {target or 'the devices'}; "
-            "try dtype='bfloat16', device_map='auto' or device='cpu'"
+            "try dtype bfloat16, device_map auto or device cpu"
         ) from error
     if dtype in ("float32", "tf32"):
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")

@@ -1,5 +1,6 @@
 """Memory bounds: how much to compute at once, and what to do when memory runs out."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,8 +26,8 @@ def parse_bytes(text: str) -> int:
         size = float(short.removesuffix(unit)) * UNITS[unit]
     except ValueError:
         size = 0
-    if size < 1:
-        raise BadSetting(f"the memory bound {text!r} is not a size; write for instance 4GiB")
+    if not 1 <= size < math.inf:
+        raise BadSetting(f"max_memory is {text!r}; write a size such as 4GiB")
     return int(size)
 
 
