@@ -1,11 +1,20 @@
 """factscope evaluate and report, as a user runs them."""
 
+import importlib.util
 import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from factscope.cli.app import main
 from factscope.cli.evaluate import data_name
 from factscope.data.readers import read_cases
 from factscope.editing.settings import KN
@@ -16,6 +25,7 @@ from factscope.records import read_case_records
 
 from commands import Run, runner, saved_model
 from counterfact import record
+from processes import start_process
 
 QUICK = ("--method", "ft", "--layer", "1", "--steps", "2", "--text-length", "12")
 
@@ -93,6 +103,92 @@ def test_the_same_command_resumes_and_another_is_refused(
     assert "+seed = 5" in other.err
 
 
+def stopping_at(fraction: float) -> Callable[..., AbstractContextManager[Any]]:
+    """In place of a progress bar: Ctrl-C when this fraction of the work is done."""
+
+    @contextmanager
+    def working(what: str, total: int | None = None) -> Iterator[Callable[[float], None]]:
+        done = 0.0
+
+        def advance(part: float) -> None:
+            nonlocal done
+            done += part
+            if done > fraction:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return working
+
+
+@pytest.mark.parametrize("command", ["single", "sequential", "batch", "sweep"])
+def test_ctrl_c_loses_at_most_one_case_and_the_same_command_resumes(
+    command: str, run: Run, model: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", model, "--data", cases, *QUICK]
+    words = ["sweep", *words, "--grid", "layer=0,1"] if command == "sweep" else [
+        "evaluate", *words, "--protocol", command
+    ]  # fmt: skip
+    assert run(*words, "--out", "whole").code == 0
+    for twelfths in (7, 11):
+        with monkeypatch.context() as patch:
+            patch.setattr("factscope.cli.evaluate.working", stopping_at(twelfths / 12 + 0.02))
+            stopped = run(*words, "--out", "a")
+        assert (stopped.code, stopped.out) == (130, "")
+        assert stopped.err.splitlines()[-1] == "factscope: interrupted; the same command resumes"
+        if command in ("single", "sweep"):
+            written = sum(x.read_bytes().count(b"\n") for x in Path("a").rglob("records.jsonl"))
+            assert written == twelfths // (1 if command == "sweep" else 2)
+    assert run(*words, "--out", "a").code == 0
+    assert contents("a") == contents("whole")
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """The records of a run or sweep, by file."""
+    files = sorted(Path(folder).rglob("records.jsonl"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def evaluate(words: list[str], cache: str) -> None:
+    """Run a command in a process of its own."""
+    os.environ["FACTSCOPE_CACHE"] = cache
+    sys.argv = ["factscope", *words]
+    main()
+
+
+def test_a_real_interrupt_ends_with_130_and_complete_records(
+    run: Run, model: Path, cases: Path, tmp_path: Path
+) -> None:
+    cases.write_text(json.dumps([record(i) for i in range(100)]))
+    words = ["evaluate", "--model", model, "--data", cases, *QUICK, "--out", tmp_path / "a"]
+    process = start_process(evaluate, [str(word) for word in words], str(tmp_path / "cache"))
+    records = tmp_path / "a" / "records.jsonl"
+    while process.is_alive() and not (records.is_file() and records.stat().st_size):
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert process.exitcode == 130
+    assert records.read_bytes().endswith(b"\n")
+    assert 1 <= len(list(read_case_records(records))) < 100
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sweep"])
+def test_missing_ray_is_noticed_before_the_model_is_loaded(
+    command: str, run: Run, model: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "ray" else find_spec(name)
+    )
+    monkeypatch.setattr("factscope.lm.load.load", None)
+    grid = ("--grid", "layer=0") if command == "sweep" else ()
+    done = run(command, "--model", model, "--data", cases, *grid, "--engine", "ray", "--out", "a")
+    assert done.code == 2
+    assert done.err == "factscope: Ray is not installed; pip install 'factscope[ray]'\n"
+    assert not Path("a").exists()
+
+
 def test_broken_cases_are_skipped(run: Run, model: Path, tmp_path: Path) -> None:
     broken = [record(0), {"case_id": 1}, record(2)]
     (tmp_path / "cases.json").write_text(json.dumps(broken))
@@ -139,6 +235,9 @@ def test_the_default_cases_with_reference_texts(run: Run, model: Path, tmp_path:
         (("--data", "nowhere"), "nowhere"),
         (("--protocol", "double"), "--protocol is 'double'; choose from single"),
         (("--facts-per-edit", "3"), "--protocol batch"),
+        (("--ray-workers", "3"), "--engine ray"),
+        (("--engine", "ray", "--protocol", "sequential"), "--protocol is sequential"),
+        (("--out", "/proc/a"), "--out is '/proc/a'"),
         (("--engine", "mars"), "--engine is 'mars'; choose from local, ray"),
         (("--layer", "99"), "99"),
         (("--references", "nothing.json"), "nothing.json"),

@@ -154,6 +154,35 @@ def test_the_unedited_model_is_scored_once_for_all_methods(
         evaluated(run_of(model, tmp_path, scoring=ScoringOptions(length=12)), lm, tmp_path / "c")
 
 
+@pytest.mark.parametrize("protocol", ["single", "batch", "sequential"])
+def test_progress_moves_inside_a_case_and_records_appear_case_by_case(
+    protocol: str, model: Path, lm: LM, tmp_path: Path
+) -> None:
+    run = run_of(model, tmp_path, "rome", cases=3, protocol=protocol)
+    fractions: list[float] = []
+    written: list[int] = []  # records at each report
+
+    def watch(fraction: float) -> None:
+        fractions.append(fraction)
+        written.append(_lines(tmp_path / "run" / "records.jsonl"))
+
+    records = evaluated(run, lm, tmp_path / "run", progress=watch)
+    assert min(fractions) > 0
+    assert sum(fractions) == pytest.approx(1)
+    assert all(written.count(n) >= 5 for n in range(len(records)))
+
+
+def test_a_resumed_run_reports_finished_cases_at_once(model: Path, lm: LM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path, cases=4)
+    evaluated(run, lm, tmp_path / "run")
+    path = tmp_path / "run" / "records.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    fractions: list[float] = []
+    evaluated(run, lm, tmp_path / "run", progress=fractions.append)
+    assert fractions[0] == 0.75
+    assert sum(fractions) == pytest.approx(1)
+
+
 # ---- what can go wrong
 
 
@@ -272,6 +301,28 @@ def test_an_interrupted_run_resumes_to_the_same_records(
                 file.write('{"kind": "case", "fa')  # an incomplete line
     assert kills
     assert found == whole
+
+
+def test_the_edit_of_an_interrupted_batch_is_not_computed_again(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model, tmp_path, "memit", cases=4, protocol="batch")
+    whole = evaluated(run, lm, tmp_path / "whole")
+    append = RunFolder.append
+
+    def killed(self: RunFolder, record: CaseRecord) -> None:
+        append(self, record)
+        raise Killed
+
+    def never(self: Evaluation, *args: Any, **more: Any) -> None:
+        raise AssertionError("edited again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", killed)
+        with pytest.raises(Killed):
+            evaluated(run, lm, tmp_path / "run")
+    monkeypatch.setattr(Evaluation, "batch_edit", never)
+    assert evaluated(run, lm, tmp_path / "run") == whole
 
 
 def go(model: Path, folder: Path) -> None:

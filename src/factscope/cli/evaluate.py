@@ -16,6 +16,7 @@ from factscope.cli.stats import each_with_statistics, with_statistics
 from factscope.editing.settings import EDITORS, HypernetEditor, Memit
 from factscope.errors import BadSetting, FactscopeError
 from factscope.evaluation.settings import ScoringOptions
+from factscope.io import check_output_folder
 from factscope.settings import Flag, settings_of
 
 if TYPE_CHECKING:
@@ -48,14 +49,23 @@ class EvaluateOptions(MethodOptions):
     """Ray actors; one per GPU if not given."""
     scoring: ScoringOptions = field(default_factory=ScoringOptions)
 
+    def __post_init__(self) -> None:
+        if self.facts_per_edit is not None and self.protocol != "batch":
+            raise BadSetting("--facts-per-edit goes with --protocol batch")
+        if self.engine == "ray":  # before any work, and in a recipe before its first run
+            from factscope.runs.ray import check_ray
+
+            check_ray(self.protocol)
+        elif self.ray_address is not None or self.ray_workers is not None:
+            raise BadSetting("--ray-address and --ray-workers go with --engine ray")
+
     def evaluation(self) -> "EvaluateRun":
         """The run; its data files are found, or downloaded."""
         from factscope.data.registry import find_data
         from factscope.evaluation.cases import load_reference_similarity
         from factscope.runs.evaluate import EvaluateRun
 
-        if self.facts_per_edit is not None and self.protocol != "batch":
-            raise BadSetting("--facts-per-edit goes with --protocol batch")
+        check_output_folder(self.out)
         editor = self.checked_editor()
         data, references, similarity = find_data(self.data), None, None
         if self.references is not None:

@@ -205,10 +205,11 @@ def locks_folder(run: F) -> F:
             try:
                 return run(self, lm, folder, *args, **more)
             except KeyboardInterrupt:
-                saved = CHECKPOINT if folder.command == "train" else folder.records_path.name
+                # In the folder itself, or in that of a sweep's point.
+                saved = [CHECKPOINT] if folder.command == "train" else ["records.jsonl", "*.edit"]
                 raise KeyboardInterrupt(
                     "the same command resumes"
-                    if any(folder.path.rglob(saved))  # of a sweep: in the folder of a point
+                    if any(path for name in saved for path in folder.path.rglob(name))
                     else "nothing was finished yet, the same command starts again"
                 ) from None
 

@@ -27,7 +27,7 @@ from factscope.errors import (
 )
 from factscope.facts import Case
 from factscope.io import read_json, resumable_write, write_atomic
-from factscope.progress import Progress, no_progress
+from factscope.progress import Progress, no_progress, split
 from factscope.records import CaseRecord
 from factscope.runs.evaluate import EvaluateRun, Executor
 from factscope.runs.folder import RunFolder, locks_folder, run_info
@@ -82,27 +82,22 @@ class SweepRun:
         progress: Progress = no_progress,
     ) -> None:
         """Evaluate what is not yet in the folder, point by point."""
-        for point in points:
+        for point, part in zip(points, split(progress, [1] * len(points)), strict=True):
             name, failures = point_name(point.settings), read_failures(folder.path)
             try:
                 if isinstance(point.run, FactscopeError):
                     raise point.run
                 point_folder = point.run.create_or_open(lm, folder.path / POINTS / name)
-                if point.run.is_complete(point_folder, cases):
-                    progress(1 / len(points))
-                else:
+                if not point.run.is_complete(point_folder, cases):
                     with make_executor(point.run) as executor:
-                        point.run.run(
-                            lm, point_folder, cases, executor=executor,
-                            progress=lambda fraction: progress(fraction / len(points)),
-                        )  # fmt: skip
+                        point.run.run(lm, point_folder, cases, executor=executor, progress=part)
                 failures.pop(name, None)
             except FATAL:
                 raise
             except FactscopeError as error:
                 log.info("%s: %s", name, error)
                 failures[name] = f"{type(error).__name__}: {error}"
-                progress(1 / len(points))
+            part(1.0)
             with resumable_write(folder.path / FAILURES):
                 if failures:
                     text = json.dumps(failures, indent=2, ensure_ascii=False) + "\n"
