@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check browser docs commands code-map test-gpu setup clean
+.PHONY: demo test check browser docs commands code-map test-gpu test-lowest setup clean
 
 demo: $(READY)  ## trace a fact and draw it
 	$(BIN)/factscope demo
@@ -13,6 +13,24 @@ test: check browser  ## the whole suite; one thread a worker, since two that com
 
 test-gpu: $(READY)  ## tests that need a CUDA GPU: captured graphs, kernels, static decoding
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/gpu
+
+# The lowest versions that pyproject.toml allows, except torch: its old builds for CPUs are not on
+# PyPI. Shapes are not checked and warnings are no errors, since old packages support neither.
+LOWEST ?= build/lowest
+CORE := $(addprefix tests/, test_settings.py test_records.py test_io.py test_packaging.py cli/test_app.py \
+	cli/test_check.py data/test_facts_files.py lm/test_load.py lm/test_tokens.py tracing/test_trace.py \
+	editing/test_edit_file.py editing/test_rome.py report/test_figures.py report/test_html.py \
+	runs/test_folder.py serve/test_routes.py \
+	runs/test_evaluate.py::test_records_from_ray_are_the_same_even_if_an_actor_dies)
+
+test-lowest:  ## core tests with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -q uv
+	$(LOWEST)/bin/uv pip compile -q --resolution lowest-direct --extra ray --extra serve \
+	--python $(LOWEST)/bin/python -c constraints.txt pyproject.toml -o $(LOWEST)/versions.txt
+	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/versions.txt -e ".[ray,serve]" beartype httpx pytest
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -p no:cacheprovider \
+	-o addopts=--import-mode=importlib -o filterwarnings=default $(CORE)
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check
