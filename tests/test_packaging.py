@@ -63,3 +63,11 @@ def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = capsys.readouterr().out
     assert "max-memory" in script
     assert "find-known" in script
+
+
+def test_recipes_and_data_are_inside_the_package() -> None:
+    package = Path(factscope.__file__).parent
+    assert len(list((package / "recipes").rglob("*.toml"))) > 40
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["src/factscope"]}  # all files of the folder, nothing else
