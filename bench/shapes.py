@@ -69,7 +69,7 @@ def random_prompts(lm: LM, places: Sequence[Place]) -> list[CleanAnswer]:
                 texts=("?",) * tokens,
             ),
             subject=subject,
-            answer_id=0,
+            answer_ids=(0,),
             probability=0.0,
             known=True,
         )

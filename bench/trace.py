@@ -102,7 +102,8 @@ def compare(
     """One fact: reference, ours, ratio for each kind."""
     settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
-    answer = replace(answer, answer_id=ReferenceTrace(lm, answer, settings, scale).answer)
+    clean = torch.tensor([answer.prompt.ids], device=lm.device)
+    answer = replace(answer, answer_ids=(int(lm.model(clean).logits[0, -1].argmax()),))
     slow = {} if args.no_reference else reference(
         lm, answer, scale, settings, args.reference_cells, clock
     )  # fmt: skip
@@ -162,7 +163,12 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
         prompt, subject = encode_fact(lm, PROMPT)
         scale = default_noise_scale(lm, Corruption(), [PROMPT])
         answer = CleanAnswer(
-            fact=PROMPT, prompt=prompt, subject=subject, answer_id=0, probability=0.0, known=True
+            fact=PROMPT,
+            prompt=prompt,
+            subject=subject,
+            answer_ids=(0,),
+            probability=0.0,
+            known=True,
         )
     clock = Clock(device.type == "cuda")
     if clock.cuda:

@@ -123,8 +123,10 @@ class TraceRecord(Record):
     subject: tuple[int, int]
     """The subject's tokens, as [start, stop)."""
     answer: str
-    """The token that the clean run predicts, as text; its probability is traced."""
+    """The token that the clean run predicts, or the given answer, as text; its probability is
+    traced. P of several tokens is their product."""
     answer_id: int
+    """The id of its first token."""
     known: bool
     """Whether the answer matches the fact's target; True if the fact has no target."""
     clean: float

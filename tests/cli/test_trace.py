@@ -1,6 +1,7 @@
 """factscope trace: prompts as users type them, answers, edits and chat templates."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from commands import Run, runner, saved_model
 
 CITY = "The Eiffel Tower is located in the city of"
 TOWER = "The Eiffel Tower"
+EDIT = (
+    "--prefix-lengths", "none", "--steps", 5, "--lr", 0.1, "--token", "last", "--stats", "none",
+    "--force",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,7 @@ def factscope(
 def trace(factscope: Run, model: Path) -> Run:
     """`factscope trace --json` of the tower's city, with few samples."""
     quick = ("--kinds", "states", "--samples", 2, "--device", "cpu", "--json", "-m", model)
-    return lambda text, *words: factscope("trace", text, "--subject", TOWER, *words, *quick)
+    return lambda text, *words: factscope("trace", text, "--subject", TOWER, *quick, *words)
 
 
 def test_a_space_at_the_end_of_the_prompt_is_removed_with_a_note(trace: Run) -> None:
@@ -42,5 +47,99 @@ def test_a_space_at_the_end_of_the_prompt_is_removed_with_a_note(trace: Run) -> 
 def test_invalid_utf8_in_a_prompt_is_refused(trace: Run) -> None:
     result = trace(f"{TOWER} of \udce9 is in")  # how Python decodes the byte E9 in arguments
     assert result.code == 2
-    assert "not valid Unicode" in result.err
+    assert "is not valid UTF-8" in result.err
     assert "Traceback" not in result.err
+
+
+def test_generate_removes_spaces_at_the_end_of_prompts(factscope: Run, model: Path) -> None:
+    words = ("-n", 3, "--greedy", "--json", "-m", model, "--device", "cpu")
+    spaced = factscope("generate", CITY + " ", *words)
+    assert json.loads(spaced.out) == json.loads(factscope("generate", CITY, *words).out)
+    assert "spaces at the end of prompts are removed" in spaced.err
+
+
+@pytest.mark.parametrize("noise", ["1e39", "nan", "inf", "1e39s"])
+def test_absurd_noise_is_refused(trace: Run, noise: str) -> None:
+    result = trace(CITY, "--noise", noise)
+    assert (result.code, result.out) == (2, "")
+    assert "--noise is" in result.err
+
+
+def test_an_answer_of_several_tokens(trace: Run, factscope: Run, tmp_path: Path) -> None:
+    record = json.loads(trace(CITY, "--answer", "Paris, France").out)
+    assert record["answer"] == " Paris, France"
+    assert len(record["restored"]["states"]) == len(record["tokens"])
+    assert record["clean"] < json.loads(trace(CITY).out)["clean"]
+    (tmp_path / "facts.jsonl").write_text(json.dumps({"subject": TOWER, "prompt": "{} is"}))
+    result = factscope("trace", "--facts", "facts.jsonl", "--out", "run", "--answer", "Paris")
+    assert (result.code, result.out) == (2, "")
+    assert "--answer is for one prompt" in result.err
+
+
+def test_the_edited_model_is_traced(
+    trace: Run, factscope: Run, model: Path, tmp_path: Path
+) -> None:
+    edit = ("edit", CITY, "--subject", TOWER, "--to", "Rome", *EDIT, "-m", model)
+    made = factscope(*edit, "-o", "rome.edit")
+    assert made.code == 0, made.err
+    plain = json.loads(trace(CITY, "--answer", "Rome").out)
+    edited = json.loads(trace(CITY, "--answer", "Rome", "--edit", "rome.edit").out)
+    assert edited["clean"] > plain["clean"]
+    assert edited["model"] == f"{plain['model']} + rome.edit"
+    (tmp_path / "facts.jsonl").write_text(
+        json.dumps({"subject": TOWER, "prompt": CITY.replace(TOWER, "{}")})
+    )
+    run = ("trace", "--facts", "facts.jsonl", "--out", "run", "--kinds", "states", "--samples", 2)
+    assert factscope(*run, "--edit", "rome.edit").code == 0  # the edit names the model
+    [line] = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
+    assert json.loads(line)["model"] == edited["model"]
+    other = factscope(*run, "-m", model)
+    assert other.code == 2
+    assert "edits" in other.err
+
+
+CHAT = "system\nBe brief.\nuser\n{{ messages[0].content }}{{ '\\nassistant\\n' }}"
+
+
+@pytest.fixture
+def chat_model(model: Path, tmp_path: Path) -> Path:
+    """The tiny model with a chat template."""
+    folder = Path(shutil.copytree(model, tmp_path / "chat"))
+    (folder / "chat_template.jinja").write_text(CHAT)
+    return folder
+
+
+def test_chat_puts_the_prompt_into_the_template(
+    trace: Run, factscope: Run, chat_model: Path, tmp_path: Path
+) -> None:
+    text = f"system\nBe brief.\nuser\n{CITY}\nassistant\n"
+    record = json.loads(trace(CITY, "--chat", "-m", chat_model).out)
+    assert "".join(record["tokens"]) == text
+    assert "".join(record["tokens"][slice(*record["subject"])]).strip() == TOWER
+    (tmp_path / "facts.jsonl").write_text(
+        json.dumps({"subject": TOWER, "prompt": CITY.replace(TOWER, "{}")})
+    )
+    run = ("--out", "run", "--kinds", "states", "--samples", 2, "-m", chat_model, "--chat")
+    assert factscope("trace", "--facts", "facts.jsonl", *run).code == 0
+    [line] = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
+    assert json.loads(line)["tokens"] == record["tokens"]
+    words = ("--chat", "-m", chat_model, "--device", "cpu", "--json")
+    edit = json.loads(
+        factscope(
+            "edit", CITY, "--subject", TOWER, "--to", "Rome", "--neighbour", "Big Ben is in ",
+            "--max-new-tokens", 0, *EDIT, *words,
+        ).out
+    )  # fmt: skip
+    neighbour = text.replace(CITY, "Big Ben is in")
+    assert [prompt["text"] for prompt in edit["prompts"]] == [text, neighbour]
+    chat = json.loads(factscope("generate", CITY, "-n", 3, "--greedy", *words).out)
+    plain = json.loads(factscope("generate", text, "-n", 3, "--greedy", *words[1:]).out)
+    assert chat["texts"][0]["continuation"] == plain["texts"][0]["continuation"]
+
+
+@pytest.mark.parametrize("command", ["trace", "edit", "generate"])
+def test_chat_without_a_template_is_refused(factscope: Run, model: Path, command: str) -> None:
+    words = {"trace": ("--subject", TOWER), "edit": ("--subject", TOWER, "--to", "Rome")}
+    result = factscope(command, CITY, *words.get(command, ()), "--chat", "-m", model)
+    assert (result.code, result.out) == (2, "")
+    assert "has no chat template; leave --chat out" in result.err

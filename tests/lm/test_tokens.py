@@ -12,12 +12,12 @@ from tokenizers import processors
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from factscope.errors import BadFact, PromptTooLong
+from factscope.errors import BadFact, BadSetting, PromptTooLong
 from factscope.facts import Fact
 from factscope.lm.families import FAMILIES
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
-from factscope.lm.tokens import encode, encode_fact, first_token
+from factscope.lm.tokens import chat_fact, chat_text, encode, encode_fact, first_token
 
 from tokenizers_ import STYLES, tokenizer
 
@@ -278,3 +278,30 @@ def test_trained_tokenizers_are_deterministic() -> None:
     ids = {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES}
     tokenizer.cache_clear()
     assert {style: tokenizer(style)(CITY)["input_ids"] for style in STYLES} == ids
+
+
+CHAT = "{{ bos_token }}user: {{ messages[0].content + '\\nassistant:\\n' }}"
+
+
+def test_a_chat_template_never_adds_bos_twice(style: str) -> None:
+    tok = copy.deepcopy(tokenizer(style))
+    tok.chat_template = CHAT
+    lm = lm_with(tok)
+    fact = chat_fact(lm, Fact(subject="The Nile", prompt="Where is {}?"))
+    prompt, subject = encode_fact(lm, fact)
+    assert "".join(prompt.texts[slice(*subject)]).strip() == "The Nile"
+    assert fact.text.endswith("user: Where is The Nile?\nassistant:\n")
+    bos = tok.bos_token_id
+    if bos is not None:
+        assert prompt.ids.count(bos) == 1
+        assert prompt.ids[0] == bos
+
+
+def test_a_chat_template_that_fails() -> None:
+    tok = copy.deepcopy(tokenizer("gpt2"))
+    tok.chat_template = "{{ raise_exception('no user here') }}"
+    with pytest.raises(BadSetting, match="no user here"):
+        chat_text(lm_with(tok), "Hi")
+    tok.chat_template = None
+    with pytest.raises(BadSetting, match="no chat template"):
+        chat_text(lm_with(tok), "Hi")

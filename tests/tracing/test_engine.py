@@ -34,7 +34,7 @@ def question(lm: LM, number: int) -> CleanAnswer:
         fact=Fact(subject=str(number), prompt="{}"),
         prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
         subject=subject,
-        answer_id=int(logits.argmax()),
+        answer_ids=(int(logits.argmax()),),
         probability=logits.softmax(-1).max().item(),
         known=True,
     )
@@ -70,6 +70,18 @@ def test_every_kind_and_severed_graph_of_every_family(lm: LM) -> None:
     records = trace_batch(lm, questions, settings, SCALE, Budget(2**30))
     for q, record in zip(questions, records, strict=True):
         assert_same(lm, record, plain(lm, q, settings), settings)
+
+
+def test_answers_of_several_tokens_in_every_family(lm: LM) -> None:
+    settings = replace(SETTINGS, sever=("mlp",), freeze_at="all")
+    settings = replace(settings, corruption=replace(CORRUPTION, extra_tokens=9))
+    for answer_ids in ((5,), (5, 80, 12)):
+        questions = [replace(question(lm, i), answer_ids=answer_ids) for i in range(len(PROMPTS))]
+        records = trace_batch(lm, questions, settings, SCALE, Budget(2**30))
+        for q, record in zip(questions, records, strict=True):
+            slow = plain(lm, q, settings)
+            assert_same(lm, replace(record, clean=slow.clean), slow, settings)
+            assert len(record.restored["states"]) == len(q.prompt)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_every_family_of_the_table_is_tested() -> None:
 
 def test_packed_rows_hold_every_segment_once_and_are_nearly_full() -> None:
     segments = [
-        Segment(clean=0, row=row, start=start, stop=12, answer=0)
+        Segment(clean=0, row=row, start=start, stop=12, answer=(0,))
         for row in (1, 2)
         for start in range(12)
     ]

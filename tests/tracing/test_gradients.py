@@ -34,7 +34,7 @@ def answer(lm: LM) -> int:
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "llama", "bloom", "falcon", "opt", "gpt_neo"])
 def test_a_layers_attributions_add_up_to_its_effect(family: str, kind: str) -> None:
     lm = tiny(family)
-    found = attributions(lm, IDS, answer(lm), kind, layer=1, steps=100).sum()
+    found = attributions(lm, IDS, (answer(lm),), kind, layer=1, steps=100).sum()
     ends = [probability(lm, kind, 1, torch.full((1,), x))[answer(lm)] for x in (1.0, 0.0)]
     assert found.item() == pytest.approx((ends[0] - ends[1]).item(), rel=0.01, abs=1e-3)
 
@@ -42,7 +42,7 @@ def test_a_layers_attributions_add_up_to_its_effect(family: str, kind: str) -> N
 @pytest.mark.parametrize("kind", ["mlp", "attn"])
 def test_a_single_states_attributions_add_up_to_its_effect(kind: str) -> None:
     lm = tiny("llama")
-    found = attributions(lm, IDS, answer(lm), kind, layer=1, path="state")[2].sum()
+    found = attributions(lm, IDS, (answer(lm),), kind, layer=1, path="state")[2].sum()
     without = torch.ones(1, len(IDS), 1)
     without[0, 2] = 0
     ends = [probability(lm, kind, 1, scale)[answer(lm)] for scale in (torch.ones(1), without)]
@@ -64,15 +64,15 @@ def test_one_node_is_the_gradient_at_the_middle_of_the_path(lm: LM, kind: str) -
         p = lm.model(torch.tensor([IDS])).logits[0, -1].softmax(-1)[token]
         [gradient] = torch.autograd.grad(p, captured)
     expected = (2 * captured[0] * gradient).detach().view(len(IDS), -1)
-    found = attributions(lm, IDS, token, kind, layer=1, steps=1)
+    found = attributions(lm, IDS, (token,), kind, layer=1, steps=1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_table_has_the_norm_at_every_state() -> None:
     lm = tiny("gpt2")
-    table = integrated_gradients(lm, IDS, answer(lm), "mlp", steps=3)
+    table = integrated_gradients(lm, IDS, (answer(lm),), "mlp", steps=3)
     assert table.shape == (len(IDS), LAYERS)
-    expected = attributions(lm, IDS, answer(lm), "mlp", 2, steps=3).norm(dim=-1)
+    expected = attributions(lm, IDS, (answer(lm),), "mlp", 2, steps=3).norm(dim=-1)
     torch.testing.assert_close(table[:, 2], expected)
 
 

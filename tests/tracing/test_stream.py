@@ -33,7 +33,7 @@ def clean_answer(lm: LM, subject: tuple[int, int] = (1, 3), length: int = 6) -> 
         fact=Fact(subject="s", prompt="{}"),
         prompt=Prompt(ids=ids, offsets=((0, 0),) * length, texts=("?",) * length),
         subject=subject,
-        answer_id=int(logits.argmax()),
+        answer_ids=(int(logits.argmax()),),
         probability=logits.softmax(-1).max().item(),
         known=True,
     )

@@ -4,6 +4,7 @@ find_known: the object comes before any other name in greedy text.
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,18 +18,21 @@ from jaxtyping import TypeCheckError
 
 import factscope
 from factscope.data.readers import everyday_facts
-from factscope.errors import BadFact, BadRecord, BadSetting
+from factscope.errors import BadFact, BadModelFile, BadRecord, BadSetting
 from factscope.facts import Fact
 from factscope.lm.families import family_of
+from factscope.lm.generate import generate_greedy
 from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 from factscope.records import TraceRecord, read_trace_records, write_records
 from factscope.settings import build
+from factscope.tracing import stream as stream_module
 from factscope.tracing import trace as trace_module
-from factscope.tracing.corruption import default_noise_scale
+from factscope.tracing.corruption import NoiseScale, default_noise_scale
 from factscope.tracing.reference import ReferenceTrace
 from factscope.tracing.settings import PRESETS, Corruption, Tracing
+from factscope.tracing.stream import stream_trace
 from factscope.tracing.trace import (
     CleanAnswer,
     clean_answers,
@@ -273,6 +277,56 @@ def test_bad_settings_are_refused(fields: dict) -> None:
 def test_a_bad_flag_names_the_choices() -> None:
     with pytest.raises(BadSetting, match=r"--kinds is 'state'; choose from states, mlp, attn"):
         build(Tracing(), {"kinds": "state"})
+
+
+@pytest.mark.parametrize("level", [1e39, 1e7, math.nan, math.inf])
+def test_absurd_noise_is_refused(level: float) -> None:
+    with pytest.raises(BadSetting, match="level is"):
+        Corruption(level=level)
+
+
+def test_nan_in_the_clean_run_names_the_model() -> None:
+    lm = tiny_text_lm("gpt2", spread=0.2)
+    lm.mlp_weight(0).fill_(math.nan)
+    for run in (lambda: trace(lm, FACTS[0], QUICK), lambda: generate_greedy(lm, ["Rome"], 2)):
+        with pytest.raises(BadModelFile, match="tiny gpt2 predicts NaN"):
+            run()
+
+
+def test_nan_in_the_corrupted_run_names_the_noise(llama: LM) -> None:
+    scale = NoiseScale(sigma=1e39)
+    for run in (trace, lambda *words, scale: list(stream_trace(*words, scale=scale))):
+        with pytest.raises(BadSetting, match=r"NaN in the corrupted run of .* noise level is 3s"):
+            run(llama, FACTS[0], QUICK, scale=scale)
+
+
+def test_nan_in_a_restored_run_is_not_recorded_as_unmeasured(
+    llama: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(lm, run, segments, *args):
+        return torch.full((len(segments), lm.n_layers), torch.nan)
+
+    for module in (trace_module, stream_module):
+        monkeypatch.setattr(module, "restore", broken)
+    for run in (trace, lambda *words: list(stream_trace(*words))):
+        with pytest.raises(BadSetting, match="NaN in a restored run"):
+            run(llama, FACTS[0], QUICK)
+
+
+def test_a_given_answer_is_traced(llama: LM) -> None:
+    """Its probability is the product over its tokens."""
+    record = trace(llama, FACTS[0], QUICK, answer="Paris, France")
+    ids = encode(llama, FACTS[0].text + " Paris, France").ids
+    n = len(encode(llama, FACTS[0].text))
+    assert len(ids) > n + 1
+    p = llama.model(torch.tensor([ids])).logits[0].softmax(-1)
+    wanted = math.prod(p[i - 1, ids[i]].item() for i in range(n, len(ids)))
+    assert record.clean == pytest.approx(wanted, rel=1e-4, abs=0)
+    assert (record.answer, record.answer_id, record.known) == (" Paris, France", ids[n], True)
+    assert record.restored["states"][-1][-1] != pytest.approx(record.clean, rel=1e-3, abs=0)
+    assert not trace(llama, FACTS[3], QUICK, answer="Paris").known
+    with pytest.raises(BadFact, match="answer is ' '"):
+        trace(llama, FACTS[0], QUICK, answer=" ")
 
 
 @pytest.mark.model

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from annotated_types import Ge
 from cyclopts import Group, Parameter
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 # ---- options
+
+Dtype = Literal["float32", "tf32", "bfloat16", "float16", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class ModelOptions:
     """Device as torch names it, e.g. cpu; auto for the best available."""
     device_map: str | None = None
     """auto spreads the model over several GPUs, as accelerate does."""
-    dtype: Literal["float32", "tf32", "bfloat16", "float16", "auto"] = "float32"
+    dtype: Dtype = "float32"
     """Number format of the weights; auto for that of the file."""
 
     def load(self, device: str | None = None) -> "LM":
@@ -239,7 +241,12 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
 
 def metavar(s: Setting) -> str:
     """The placeholder for a flag's value in help texts."""
-    kinds = [t for t in s.types if t is not NoneType]
     names = {int: "N", float: "X", Path: "PATH", tuple[int, int]: "NxM"}
-    name = names.get(kinds[0], "TEXT") if len(kinds) == 1 and s.flag.parse is None else "TEXT"
-    return ("CHOICE" if s.choices else name) + ("…" if s.repeated else "")
+    parts: list[str] = []
+    for kind in s.types:
+        if get_origin(kind) is Literal:
+            parts += map(str, get_args(kind))
+        elif kind is not NoneType and kind is not object:
+            parts.append(names.get(kind, "TEXT"))
+    name = "CHOICE" if s.choices else "TEXT" if s.flag.parse is not None else "|".join(parts)
+    return name + ("…" if s.repeated else "")

@@ -1,18 +1,25 @@
 """factscope trace: one prompt, or a file of facts into a run folder."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from factscope.cli.flags import Command, FactSource, ModelOptions, Options
+from factscope.cli.edit import EditedModel, load_edits
+from factscope.cli.flags import ChatOptions, Command, FactSource, Options
 from factscope.cli.output import check_suffix, print_json, results, say, skipped, working
 from factscope.errors import BadSetting
-from factscope.io import write_atomic
+from factscope.io import check_output_file, check_output_folder, write_atomic
 from factscope.records import TraceRecord
 from factscope.settings import Flag
 from factscope.tracing.settings import PRESETS, Tracing
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +29,19 @@ class TraceOptions(Options):
     source: FactSource = field(default_factory=FactSource)
     target: str | None = None
     """The expected answer."""
+    answer: str | None = None
+    """Trace this answer instead of the most likely next token. P of several tokens is their
+    product."""
+    edit: Annotated[tuple[Path, ...], Flag(short="e")] = ()
+    """Edit file: trace the edited model. Repeatable."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
     out: Annotated[Path | None, Flag(short="o")] = None
     """Figure (.png .svg .pdf .html), or with --facts the run folder. An interrupted run resumes."""
     max_memory: str | None = None
     """Memory limit in addition to the model, e.g. 4GiB."""
     preset: Literal["default", "paper"] = "default"
     """paper computes what the paper's code computes."""
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: EditedModel = field(default_factory=EditedModel)
     tracing: Tracing = field(default_factory=Tracing)
 
     chosen_by = ("preset",)
@@ -45,12 +58,27 @@ class TraceOptions(Options):
 
         return None if self.max_memory is None else parse_bytes(self.max_memory)
 
+    @contextmanager
+    def edited_model(self) -> "Iterator[LM]":
+        """The model with the edits applied; its name names them."""
+        edits = load_edits(self.edit)
+        lm = self.model.load_for(edits)
+        if not edits:
+            yield lm
+            return
+        name = " + ".join([lm.name, *(file.name for file in self.edit)])
+        # As in `generate`, the checks are not repeated: a broken model can be traced too.
+        with reduce(add, edits).applied(replace(lm, name=name), force=True) as lm:
+            yield lm
+
 
 @Command
 def trace(options: TraceOptions) -> None:
     """Trace a fact: which states restore the answer after the subject was corrupted?"""
     source, out = options.source, options.out
     if source.facts is not None:
+        if options.answer is not None:
+            raise BadSetting("--answer is for one prompt; leave it out with --facts")
         if source.prompt is not None or out is None:
             raise BadSetting("--facts FILE goes with --out FOLDER and without a prompt")
         _trace_file(options, source.facts, out)
@@ -61,16 +89,24 @@ def trace(options: TraceOptions) -> None:
 
 
 def _trace_prompt(options: TraceOptions) -> None:
+    from factscope.lm.tokens import chat_fact
     from factscope.tracing.trace import trace
 
-    fact, out = options.source.fact(options.target), options.out
+    fact, out, memory = options.source.fact(options.target), options.out, options.max_bytes
     check_suffix(out, "out", ".png", ".svg", ".pdf", ".html")
-    memory, lm = options.max_bytes, options.model.load()
-    with working(f"tracing {fact.text!r}") as done:
-        record = trace(lm, fact, options.tracing, memory=memory, progress=done)
+    text = fact.text
     if out is None and not options.json:
-        name = re.sub(r"\W+", "-", fact.text.casefold()).strip("-")[:60]
+        name = re.sub(r"\W+", "-", text.casefold()).strip("-")[:60]
         out = Path("traces") / f"{name or 'trace'}.png"
+    if out is not None:
+        check_output_file(out, "--out")
+    with options.edited_model() as lm:
+        if options.chat.chat:
+            fact = chat_fact(lm, fact)
+        with working(f"tracing {text!r}") as done:
+            record = trace(
+                lm, fact, options.tracing, answer=options.answer, memory=memory, progress=done
+            )
     drawn = [] if out is None else draw_trace(record, out)
     if options.json:
         print_json(record.to_json())
@@ -84,22 +120,25 @@ def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
     from factscope.runs.trace import TraceRun
 
     memory, model = options.max_bytes, options.model
+    name = model.name_for(load_edits(options.edit))
     run = TraceRun(
-        model=model.model, dtype=model.dtype, facts=find_data(facts), limit=options.source.limit,
-        settings=options.tracing,
+        model=name, dtype=model.dtype, facts=find_data(facts), limit=options.source.limit,
+        chat=options.chat.chat, edits=options.edit, settings=options.tracing,
     )  # fmt: skip
-    file, lm = run.read(), model.load()
-    readable = run.readable_facts(lm, file.facts)
-    problems = [*file.problems, *readable.problems]
-    skipped(problems)
-    folder = run.create_or_open(lm, out)
-    with working("tracing", len(readable.facts)) as done:
-        run.run(lm, folder, readable.facts, memory=memory, progress=done)
+    file = run.read()
+    check_output_folder(out, "--out")
+    with options.edited_model() as lm:
+        readable = run.readable_facts(lm, file.facts)
+        problems = [*file.problems, *readable.problems]
+        skipped(problems)
+        folder = run.create_or_open(lm, out)
+        with working("tracing", len(readable.facts)) as done:
+            run.run(lm, folder, readable.facts, memory=memory, progress=done)
     records = folder.trace_records()
     known = sum(record.known for record in records)
     options.print_result(
         {"run": out, "facts": len(records), "known": known, "left_out": problems},
-        f"{len(records)} facts, {known} known to {model.model}: {folder.records_path}",
+        f"{len(records)} facts, {known} known to {name}: {folder.records_path}",
         f"Next: factscope report {out}",
     )
 

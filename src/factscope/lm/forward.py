@@ -118,10 +118,21 @@ def mlp_keys(lm: LM, ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor,
     return keys[0].reshape(*ids.shape, -1)
 
 
+def answer_probability(
+    lm: LM, states: Float[Tensor, "row token width"], answer: Int[Tensor, "row token"]
+) -> Float[Tensor, " row"]:
+    """P[answer] of each row, computed in float32: the product over the answer's tokens.
+
+    `states` are the last-layer states that predict them.
+    """
+    logits = lm.decode(states.flatten(0, 1)).float()
+    ids = answer.flatten().to(logits.device)
+    log_p = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)
+    return log_p.view(answer.shape).sum(1).exp()
+
+
 def token_probability(
     lm: LM, states: Float[Tensor, "row width"], token: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
-    """P[token] of each last-layer state, computed in float32."""
-    logits = lm.decode(states).float()
-    token = token.to(logits.device)
-    return (logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(1)).exp()
+    """P[token] of each last-layer state."""
+    return answer_probability(lm, states[:, None], token[:, None])

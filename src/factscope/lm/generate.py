@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from factscope.errors import BadModelFile
 from factscope.facts import check_list
 from factscope.lm.model import LM
 from factscope.lm.tokens import decode_continuation, encode
@@ -81,9 +82,15 @@ def generate_ids(
     new = torch.tensor(rows, device=lm.device)
     ids: list[list[int]] = [[] for _ in rows]
     unfinished = [True] * len(rows)
-    for _ in range(tokens):
+    for step in range(tokens):
         states = lm.model.base_model(new, past_key_values=cache, use_cache=True)
-        chosen = choose(lm.head(states.last_hidden_state[:, -1]))
+        logits = lm.head(states.last_hidden_state[:, -1])
+        if not step and logits.isnan().any():  # later steps cost time to check
+            raise BadModelFile(
+                f"{lm.name} predicts NaN: its weights or edits are NaN or infinite, or overflow in "
+                f"{lm.dtype}; try dtype float32, or fetch or save the model again"
+            )
+        chosen = choose(logits)
         for i, token in enumerate(chosen.tolist()):
             unfinished[i] = unfinished[i] and not (stop and token == lm.tokenizer.eos_token_id)
             if unfinished[i]:

@@ -5,9 +5,9 @@ spaces, byte tokens and BOS differ between families, offsets do not.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from factscope.errors import BadFact, PromptTooLong
+from factscope.errors import BadFact, BadSetting, PromptTooLong
 from factscope.facts import Fact, check_unicode
 from factscope.lm.model import LM
 
@@ -63,6 +63,30 @@ def encode_fact(lm: LM, fact: Fact) -> tuple[Prompt, tuple[int, int]]:
     """The tokenized prompt of a fact, and its subject's token range."""
     prompt = encode(lm, fact.text)
     return prompt, prompt.token_range(fact.subject_span)
+
+
+def chat_text(lm: LM, text: str) -> str:
+    """The text as a user's message in the tokenizer's chat template, up to the model's reply."""
+    if not getattr(lm.tokenizer, "chat_template", None):
+        raise BadSetting(
+            f"the tokenizer of {lm.name} has no chat template; leave --chat out, or use a model "
+            "that was trained for chat"
+        )
+    message = [{"role": "user", "content": text}]
+    try:
+        chat = lm.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it raises what it likes
+        reason = " ".join(str(error).split())
+        raise BadSetting(f"the chat template of {lm.name} fails ({reason[:200]})") from error
+    # Many templates begin with BOS, which `encode` adds too.
+    bos = lm.tokenizer.bos_token
+    adds_bos = encode(lm, "a").ids[0] == lm.tokenizer.bos_token_id
+    return chat.removeprefix(bos) if bos and adds_bos else chat
+
+
+def chat_fact(lm: LM, fact: Fact) -> Fact:
+    """The fact with its prompt as a user's message; the object begins the reply."""
+    return replace(fact, prompt=chat_text(lm, fact.prompt))
 
 
 def first_token(lm: LM, prompt: Prompt, text: str, target: str) -> int:

@@ -31,6 +31,10 @@ class TraceRun:
     """File of facts."""
     limit: Annotated[int | None, Ge(1)] = None
     """Use only the first N facts."""
+    chat: bool = False
+    """Put each prompt into the model's chat template."""
+    edits: tuple[Path, ...] = ()
+    """Edit files that are applied to the model."""
     settings: Tracing
     """Corruption, restored kinds, window and so on."""
 
@@ -51,16 +55,20 @@ class TraceRun:
             "facts_sha256": sha256(self.facts),
             "limit": self.limit,
             "tracing": self.settings.to_dict(),
+            # Only where used, so that older run folders resume.
+            **({"chat": True} if self.chat else {}),
+            **({"edits": {file.name: sha256(file) for file in self.edits}} if self.edits else {}),
         }
 
     def readable_facts(self, lm: "LM", facts: tuple[Fact, ...]) -> FactsFile:
         """The facts that fit the model (its tokenizer and context), and problems of the others."""
-        from factscope.lm.tokens import encode_fact
+        from factscope.lm.tokens import chat_fact, encode_fact
 
         fit: list[Fact] = []
         problems: list[str] = []
         for fact in facts:
             try:
+                fact = chat_fact(lm, fact) if self.chat else fact
                 encode_fact(lm, fact)
                 fit.append(fact)
             except BadFact as error:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.lm.accel import accelerated
-from factscope.lm.forward import ActivationCache, token_probability
+from factscope.lm.forward import ActivationCache, answer_probability
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.memory import BatchSizes
 from factscope.lm.model import LM
@@ -48,13 +48,16 @@ class Restoration:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one corrupted row from the restored one to the last."""
+    """The tokens of one corrupted row from the restored one to the last.
+
+    If the answer has several tokens, all but its last follow the prompt.
+    """
 
     clean: int  # the row of the clean run
     row: int  # the row of the corrupted run
     start: int  # the restored token
     stop: int
-    answer: int
+    answer: tuple[int, ...]
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -121,10 +124,14 @@ def propagate(
             output = output[0] if isinstance(output, tuple) else output
             batch.copy_(output.view(batch.shape))
         progress(started / max(1, work))
-    last = pending[:, packed.packed_row, packed.last]
-    answer = packed.answer.expand(last.shape[:2]).flatten()
-    chunks = zip(last.flatten(0, 1).split(sizes.logits), answer.split(sizes.logits), strict=True)
-    return torch.cat([token_probability(lm, x, y) for x, y in chunks]).view(last.shape[:2])
+    # The states that predict the answer's tokens: those at the last positions of the segment.
+    n = packed.answer.shape[1]
+    predicting = packed.last[:, None] + torch.arange(1 - n, 1, device=packed.last.device)
+    last = pending[:, packed.packed_row[:, None], predicting]  # (layer, segment, token, width)
+    answer = packed.answer.expand(last.shape[:3]).flatten(0, 1)
+    rows = max(1, sizes.logits // n)
+    chunks = zip(last.flatten(0, 1).split(rows), answer.split(rows), strict=True)
+    return torch.cat([answer_probability(lm, x, y) for x, y in chunks]).view(last.shape[:2])
 
 
 def _first_states(
@@ -192,13 +199,13 @@ class PackedSegments:
 
     view: PackedView
     segments: list[Segment]  # in the order of the tensors below
+    answer: Int[Tensor, "segment token"]  # all answers have the same length
     packed_row: Int[Tensor, " segment"]
     first: Int[Tensor, " segment"]  # the slot of the restored token
-    last: Int[Tensor, " segment"]  # the slot of the prompt's last token
+    last: Int[Tensor, " segment"]  # the slot of the last token
     token: Int[Tensor, " segment"]  # the restored token's position in the prompt
     clean: Int[Tensor, " segment"]
     row: Int[Tensor, " segment"]
-    answer: Int[Tensor, " segment"]
 
 
 def pack_segments(segments: Sequence[Segment], *, packable: bool = True) -> list[list[Segment]]:
@@ -232,7 +239,7 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
     start = torch.full((len(rows), width), -1)
     segments: list[Segment] = []
     columns: list[tuple[int, ...]] = []
-    """Each segment's fields of `PackedSegments`, from `packed_row` on."""
+    """Each segment's fields of `PackedSegments`, from `packed_row` to `row`."""
     for i, row in enumerate(rows):
         slot = 0
         for s in row:
@@ -240,7 +247,7 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
             position[i, slot:stop] = torch.arange(s.start, s.stop)
             start[i, slot:stop] = s.start
             segments.append(s)
-            columns.append((i, slot, stop - 1, s.start, s.clean, s.row, s.answer))
+            columns.append((i, slot, stop - 1, s.start, s.clean, s.row))
             slot = stop
     view = PackedView(
         row=torch.tensor([row[0].row for row in rows], device=device),
@@ -248,4 +255,6 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
         start=start.to(device),
         past=int(start.max()),
     )
-    return PackedSegments(view, segments, *torch.tensor(columns, device=device).T.contiguous())
+    answer = torch.tensor([s.answer for s in segments], device=device)
+    located = torch.tensor(columns, device=device).T.contiguous()
+    return PackedSegments(view, segments, answer, *located)

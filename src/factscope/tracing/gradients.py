@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.lm.forward import forward, token_probability
+from factscope.lm.forward import answer_probability, forward
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
 from factscope.lm.replay import Replay
@@ -29,13 +29,16 @@ NODES_PER_PASS = 64
 def integrated_gradients(
     lm: LM,
     ids: tuple[int, ...],
-    answer: int,
+    answer: tuple[int, ...],
     kind: str = "states",
     *,
     path: Literal["layer", "state"] = "layer",
     steps: int = 50,
 ) -> Float[Tensor, "token layer"]:
-    """Norms of the integrated gradients of all states, MLP outputs or attention outputs."""
+    """Norms of the integrated gradients of all states, MLP outputs or attention outputs.
+
+    If the answer has several tokens, all but its last must follow the prompt in `ids`.
+    """
     layers = [
         attributions(lm, ids, answer, kind, layer, path=path, steps=steps).norm(dim=-1)
         for layer in range(lm.n_layers)
@@ -46,7 +49,7 @@ def integrated_gradients(
 def attributions(
     lm: LM,
     ids: tuple[int, ...],
-    answer: int,
+    answer: tuple[int, ...],
     kind: str,
     layer: int,
     *,
@@ -73,8 +76,8 @@ def attributions(
                     hidden = replay(layer, before.expand(len(points), -1, -1))
             for above in range(layer + 1, lm.n_layers):
                 hidden = replay(above, hidden)
-            answers = torch.full((len(points),), answer, device=hidden.device)
-            p = token_probability(lm, hidden[:, -1], answers)
+            answers = torch.tensor(answer, device=hidden.device).expand(len(points), -1)
+            p = answer_probability(lm, hidden[:, -len(answer) :], answers)
             return torch.autograd.grad(p.sum(), points)[0]
 
     nodes, weights = quadrature(steps)

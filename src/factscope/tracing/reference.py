@@ -25,12 +25,11 @@ class ReferenceTrace:
     def __init__(self, lm: LM, answer: CleanAnswer, settings: Tracing, scale: NoiseScale) -> None:
         self.lm, self.fact, self.settings, self.scale = lm, answer.fact, settings, scale
         rows = 1 + settings.corruption.samples
-        self.ids = torch.tensor([answer.prompt.ids] * rows, device=lm.device)
+        self.ids = torch.tensor([answer.ids] * rows, device=lm.device)
         self.length = len(answer.prompt)
         self.corrupt = settings.corruption.token_range(answer.subject, self.length)
-        clean = self._probabilities([])[0]
-        self.answer = int(clean.argmax())
-        self.clean = clean[self.answer].item()
+        self.answer = answer.answer_ids
+        self.clean = self._probabilities([])[0].item()
         self.corrupted = self._score([])
 
     def restored(self, kind: str, token: int, layer: int) -> float:
@@ -56,7 +55,7 @@ class ReferenceTrace:
 
     def _restore(self, kind: str, token: int, layer: int) -> list[Hook]:
         def put_clean(out: Tensor) -> None:
-            rows = out.view(len(self.ids), self.length, -1)
+            rows = out.view(*self.ids.shape, -1)
             rows[1:, token] = rows[0, token]
 
         if kind == "states":
@@ -72,10 +71,12 @@ class ReferenceTrace:
 
     @torch.no_grad()
     def _probabilities(self, hooks: list[Hook]) -> Tensor:
+        """The answer's probability in each row: the product over its tokens."""
         with hook_outputs((self.lm.embed, self._corrupt_embeddings), *hooks):
             logits = self.lm.model(self.ids).logits
-        return logits[:, -1].float().softmax(-1)
+        p = logits[:, self.length - 1 :].float().softmax(-1)
+        return torch.stack([p[:, i, token] for i, token in enumerate(self.answer)]).prod(0)
 
     def _score(self, hooks: list[Hook]) -> float:
         """The answer's mean probability over the corrupted rows."""
-        return self._probabilities(hooks)[1:, self.answer].mean().item()
+        return self._probabilities(hooks)[1:].mean().item()

@@ -138,15 +138,15 @@ class _StreamedTables:
 
     def gradients(self) -> Iterator[CellUpdate]:
         """Integrated gradients, layer by layer from the lowest."""
-        lm, ids = self.batch.lm, self.answer.prompt.ids
+        lm, answer, tokens = self.batch.lm, self.answer, range(self.shape[0])
         path = self.batch.settings.gradient_path
         for kind, norms in self.norms.items():
             for layer in range(lm.n_layers):
-                ig = attributions(lm, ids, self.answer.answer_id, kind, layer, path=path)
-                norms[:, layer] = ig.norm(dim=-1)
+                ig = attributions(lm, answer.ids, answer.answer_ids, kind, layer, path=path)
+                norms[:, layer] = ig[: len(tokens)].norm(dim=-1)
                 self.progress(1 / lm.n_layers / self.n_tables)
                 values = as_cell_table(norms[:, [layer]].tolist())
-                yield CellUpdate("gradients", kind, tuple(range(len(ids))), (layer,), values, 1)
+                yield CellUpdate("gradients", kind, tuple(tokens), (layer,), values, 1)
 
     def finished(self) -> dict[str, dict[str, CellTable]]:
         """All tables by their field in the record."""
@@ -162,7 +162,7 @@ class _StreamedTables:
         self, name: TableName, tokens: Sequence[int], samples: Sequence[int]
     ) -> CellUpdate:
         """Restore tokens in further samples; the cells become the mean over all samples so far."""
-        batch, sums, length = self.batch, self.sums[name], self.shape[0]
+        batch, sums, length = self.batch, self.sums[name], len(self.answer.ids)
         segments = batch.segments(0, samples, tokens)
         work = batch.samples * sum(length - token for token in self.tokens[name][1])
         fraction = sum(map(len, segments)) / work / self.n_tables
@@ -174,6 +174,7 @@ class _StreamedTables:
             self.sizes,
             lambda part: self.progress(part * fraction),
         )
+        batch.refuse_nan(cells, "a restored run")
         sums[list(tokens)] += cells.double().view(len(samples), len(tokens), -1).sum(0)
         so_far = samples[-1] + 1
         values = as_cell_table((sums[list(tokens)] / so_far).tolist())

@@ -1,6 +1,7 @@
 """Causal tracing: which hidden states carry a fact (paper §2.1).
 
-1. Clean run: the most likely next token after the prompt is the answer o, with probability P[o].
+1. Clean run: the most likely next token after the prompt is the answer o, with probability P[o];
+   or another answer is given. P of several tokens is their product.
 2. Corrupted run: noise on the subject's embeddings lowers its probability to P*[o].
 3. Corrupted run with restoration: as 2, but one state (or one window of MLP or attention outputs)
    is set to its value in the clean run. How far P[o] recovers is that cell's indirect effect.
@@ -9,6 +10,7 @@
 model knows, which the paper traces.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +21,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from factscope.errors import BadFact
+from factscope.errors import BadFact, BadModelFile, BadSetting
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.accel import release_memory
-from factscope.lm.forward import ActivationCache, forward, token_probability
+from factscope.lm.forward import ActivationCache, answer_probability, forward
 from factscope.lm.generate import generate_greedy
 from factscope.lm.memory import Budget, is_out_of_memory
 from factscope.lm.model import LM
-from factscope.lm.tokens import Prompt, decode_continuation, encode_fact, first_token
+from factscope.lm.tokens import Prompt, continuation_ids, decode_continuation, encode_fact
 from factscope.progress import NestedProgress, Progress, no_progress
 from factscope.records import CellTable, TraceRecord, as_cell_table
 from factscope.tracing.corruption import (
@@ -49,9 +51,14 @@ class CleanAnswer:
     fact: Fact
     prompt: Prompt
     subject: tuple[int, int]  # the subject's tokens, as [start, stop)
-    answer_id: int  # o, the most likely next token
+    answer_ids: tuple[int, ...]  # o, the most likely next token, or the tokens of a given answer
     probability: float  # P[o]
     known: bool  # whether the answer is the fact's target
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt, and all tokens of the answer but the last, which nothing follows."""
+        return (*self.prompt.ids, *self.answer_ids[:-1])
 
     @property
     def restorable(self) -> int:
@@ -63,24 +70,30 @@ class CleanAnswer:
 def clean_answers(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[CleanAnswer]:
     """Run the prompts and take the most likely next token of each."""
     encoded = [encode_fact(lm, fact) for fact in facts]
-    ids = _padded_ids(lm, [prompt for prompt, _ in encoded])
+    ids = _padded_ids(lm, [prompt.ids for prompt, _ in encoded])
     ends = torch.tensor([len(prompt) - 1 for prompt, _ in encoded])
     states = lm.model.base_model(ids, use_cache=False).last_hidden_state
     best = lm.head(states[torch.arange(len(ids)), ends]).float().softmax(-1).max(-1)
+    for fact, p in zip(facts, best.values.tolist(), strict=True):
+        if math.isnan(p):
+            raise BadModelFile(
+                f"{lm.name} predicts NaN after {fact.text!r}: its weights are NaN or infinite, or "
+                f"overflow in {lm.dtype}; try dtype float32, or fetch or save the model again"
+            )
 
     def known(fact: Fact, prompt: Prompt, token: int) -> bool:
         if fact.target is None:
             return True
         if settings.known == "whole-word":
             return lm.tokenizer.decode([token]).strip() == fact.target.strip()
-        return token == first_token(lm, prompt, fact.text, fact.target)
+        return token == continuation_ids(lm, prompt, fact.text, fact.target)[0]
 
     return [
         CleanAnswer(
             fact=fact,
             prompt=prompt,
             subject=subject,
-            answer_id=token,
+            answer_ids=(token,),
             probability=p,
             known=known(fact, prompt, token),
         )
@@ -90,11 +103,26 @@ def clean_answers(lm: LM, facts: Sequence[Fact], settings: Tracing) -> list[Clea
     ]
 
 
-def _padded_ids(lm: LM, prompts: Sequence[Prompt]) -> Int[Tensor, "row token"]:
+@torch.no_grad()
+def given_answer(lm: LM, answer: CleanAnswer, text: str) -> CleanAnswer:
+    """Another answer than the most likely token: the text, which may have several tokens."""
+    if not text.strip():
+        raise BadFact(f"the answer is {text!r}; give the text to trace")
+    fact, prompt = answer.fact, answer.prompt
+    ids = continuation_ids(lm, prompt, fact.text, text)
+    answer = replace(answer, answer_ids=ids)
+    rows = torch.tensor([answer.ids], device=lm.device)
+    states = forward(lm, rows).states[-1][:, len(prompt) - 1 :]
+    probability = answer_probability(lm, states, torch.tensor([ids], device=lm.device)).item()
+    known = fact.target is None or fact.target.strip() == text.strip()
+    return replace(answer, probability=probability, known=known)
+
+
+def _padded_ids(lm: LM, rows: Sequence[Sequence[int]]) -> Int[Tensor, "row token"]:
     """Token ids, padded on the right; a causal model's real tokens do not attend to padding."""
-    length = max(map(len, prompts))
-    rows = [[*p.ids, *[p.ids[-1]] * (length - len(p))] for p in prompts]
-    return torch.tensor(rows, device=lm.device)
+    length = max(map(len, rows))
+    padded = [[*ids, *[ids[-1]] * (length - len(ids))] for ids in rows]
+    return torch.tensor(padded, device=lm.device)
 
 
 def _record(
@@ -107,8 +135,8 @@ def _record(
         model=lm.name,
         tokens=answer.prompt.texts,
         subject=answer.subject,
-        answer=decode_continuation(lm, answer.prompt.ids, [answer.answer_id]),
-        answer_id=answer.answer_id,
+        answer=decode_continuation(lm, answer.prompt.ids, answer.answer_ids),
+        answer_id=answer.answer_ids[0],
         known=answer.known,
         clean=answer.probability,
         corrupted=mean,
@@ -138,7 +166,7 @@ class TraceBatch:
     @cached_property
     def run(self) -> ActivationCache:
         """The clean and corrupted runs."""
-        clean = _padded_ids(self.lm, [answer.prompt for answer in self.answers])
+        clean = _padded_ids(self.lm, [answer.ids for answer in self.answers])
         ids = torch.cat([clean, clean.repeat_interleave(self.samples, 0)])
         corruption = self.settings.corruption
 
@@ -167,19 +195,31 @@ class TraceBatch:
             added = replace(self.settings, corruption=replace(corruption, replace=False))
             corrupted = self._corrupted_probabilities(replace(self, settings=added).run)
         settings = {**self.settings.to_dict(), "sigma": self.scale.sigma}
+        self.refuse_nan(torch.cat([baseline, corrupted]), "the corrupted run")
         records = [
             _record(self.lm, answer, samples.tolist(), settings)
             for answer, samples in zip(self.answers, corrupted, strict=True)
         ]
         return records, baseline.mean(1)
 
+    def refuse_nan(self, probabilities: Tensor, where: str) -> None:
+        """Raise BadSetting for NaN, which a record would contain as "not measured"."""
+        if probabilities.isnan().any():
+            corruption = self.settings.corruption
+            level = f"{corruption.level:g}{'s' if corruption.in_sigmas else ''}"
+            raise BadSetting(
+                f"{self.lm.name} predicts NaN in {where} of {self.answers[0].fact.text!r}; the "
+                f"noise level is {level} and the dtype {self.lm.dtype}: lower the noise, or use "
+                "float32"
+            )
+
     def _corrupted_probabilities(self, run: ActivationCache) -> Float[Tensor, "fact sample"]:
         rows = run.states[-1][len(self.answers) :]
-        ends = torch.tensor([len(answer.prompt) - 1 for answer in self.answers])
-        last = rows[torch.arange(len(rows)), ends.repeat_interleave(self.samples)]
-        ids = torch.tensor([answer.answer_id for answer in self.answers], device=last.device)
-        p = token_probability(self.lm, last, ids.repeat_interleave(self.samples))
-        return p.view(-1, self.samples).cpu()
+        ids = torch.tensor([a.answer_ids for a in self.answers]).repeat_interleave(self.samples, 0)
+        ends = torch.tensor([len(a.prompt) - 1 for a in self.answers])
+        ends = ends.repeat_interleave(self.samples)[:, None] + torch.arange(ids.shape[1])
+        last = rows[torch.arange(len(rows))[:, None], ends]
+        return answer_probability(self.lm, last, ids).view(-1, self.samples).cpu()
 
     def restorations(self) -> dict[tuple[str, str], Restoration]:
         """What each table restores, by its field in the record and its key there."""
@@ -206,9 +246,9 @@ class TraceBatch:
     def segments(self, fact: int, samples: Iterable[int], tokens: Sequence[int]) -> list[Segment]:
         """One segment for each sample and restored token of a fact."""
         answer, first = self.answers[fact], self._first_row(fact)
-        stop, token_id = len(answer.prompt), answer.answer_id
+        stop, answer_ids = len(answer.ids), answer.answer_ids
         return [
-            Segment(clean=fact, row=first + sample, start=token, stop=stop, answer=token_id)
+            Segment(clean=fact, row=first + sample, start=token, stop=stop, answer=answer_ids)
             for sample in samples
             for token in tokens
         ]
@@ -220,6 +260,7 @@ class TraceBatch:
         baseline: Float[Tensor, " fact"],
     ) -> list[CellTable]:
         """A table per fact: each cell's mean probability over the samples."""
+        self.refuse_nan(cells, "a restored run")
         tokens = [self.tokens(answer, restoration) for answer in self.answers]
         parts = cells.split([self.samples * len(restored) for _, restored in tokens])
         tables = []
@@ -260,7 +301,7 @@ def trace_batch(
         for kind in settings.kinds if settings.gradients else ():
             path = settings.gradient_path
             norms = [
-                integrated_gradients(lm, a.prompt.ids, a.answer_id, kind, path=path)
+                integrated_gradients(lm, a.ids, a.answer_ids, kind, path=path)[: len(a.prompt)]
                 for a in answers
             ]
             tables["gradients"][kind] = [as_cell_table(table.tolist()) for table in norms]
@@ -291,17 +332,21 @@ def trace(
     fact: Fact,
     settings: Tracing | None = None,
     *,
+    answer: str | None = None,
     scale: NoiseScale | None = None,
     memory: int | None = None,
     progress: Progress = no_progress,
 ) -> TraceRecord:
     """Trace one fact, whether the model knows it or not.
 
+    `answer` is the text whose probability is traced, by default the most likely next token.
     `memory` bounds the bytes used beside the model.
     """
     settings = settings or Tracing()
     scale = scale or default_noise_scale(lm, settings.corruption, [fact])
     answers = clean_answers(lm, [fact], settings)
+    if answer is not None:
+        answers = [given_answer(lm, answers[0], answer)]
     return trace_batch(lm, answers, settings, scale, Budget.of(lm, memory), progress)[0]
 
 
@@ -352,7 +397,7 @@ def batches_by_length(
     tensors = 1 + len(settings.contributions)
     batch: list[CleanAnswer] = []
     for answer in sorted(answers, key=lambda answer: answer.restorable):
-        size = budget.facts(lm, len(answer.prompt), settings.corruption.samples, tensors)
+        size = budget.facts(lm, len(answer.ids), settings.corruption.samples, tensors)
         if batch and (len(batch) >= size or answer.restorable > batch[0].restorable + 1):
             yield batch
             batch = []
