@@ -146,6 +146,8 @@ class Setting:
 
     def parse(self, given: Any) -> Any:
         """A value from text, several texts, or TOML."""
+        if given in (None, "none") and NoneType in _members(self.type):
+            return None
         if self.flag.parse is not None:
             try:
                 value = self.flag.parse(given)

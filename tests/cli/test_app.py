@@ -78,6 +78,7 @@ def test_help_shows_defaults_choices_and_required_flags(run) -> None:
     out = run("trace", "--help")[1]
     assert "[choices: states, mlp, attn] [default: states,mlp,attn]" in out
     assert "[default: 3s]" in out
+    assert "--layer N|auto" in run("edit", "--help")[1]
     assert "[required]" in run("evaluate", "--help")[1]
     assert "Print the result as JSON on stdout" in out
 
@@ -205,6 +206,7 @@ def test_a_mistake_is_one_line(run, words: str, message: str) -> None:
         ("trace --preset paper", "tracing.window_alignment", "paper-code"),
         ("trace --limit none", "source.limit", None),
         ("edit --layer auto", "editor.layer", "auto"),
+        ("edit --prefixes none", "editor.prefixes", None),
         ("edit --stats none", "editor.second_moment", "identity"),
         ("edit --steps none --prefix-lengths none", "editor.prefix_lengths", ()),
         ("edit --method=memit --layers 3-5", "editor.layers", (3, 4, 5)),
@@ -320,7 +322,7 @@ def test_version(run) -> None:
 
 
 def test_every_flag_is_documented_and_means_one_thing() -> None:
-    kinds: dict[str, set[bool]] = {}
+    kinds: dict[str, set[str]] = {}
     for words in every_command():
         entry = COMMANDS[words[0]]
         command = entry if isinstance(entry, Command) else entry[words[1]]
@@ -332,5 +334,6 @@ def test_every_flag_is_documented_and_means_one_thing() -> None:
         for method in methods:
             for name, setting in command.settings({"method": method} if method else {}).items():
                 assert setting.help, (words, name)
-                kinds.setdefault(name, set()).add(setting.switch)
-    assert not [name for name, found in kinds.items() if len(found) > 1]
+                kind = "switch" if setting.switch else "choice" if setting.choices else "value"
+                kinds.setdefault(name, set()).add(kind)
+    assert not {name: found for name, found in kinds.items() if len(found) > 1}

@@ -132,7 +132,7 @@ FOLDERS = (*REPORTS, "demo")
 """Commands that write a folder."""
 BUILD = "data build-counterfact --facts facts.json --patterns patterns.json --text text.txt"
 FIND = "data find-known --facts facts.json --patterns patterns.json"
-FILES = ((FIND, "--out"), (BUILD, "--out"), (f"{BUILD} --out set.json", "--references"))
+FILES = ((FIND, "--out"), (BUILD, "--out"), (f"{BUILD} --out set.json", "--references-out"))
 """Commands that write a file, with the flag of the file."""
 
 
@@ -189,7 +189,7 @@ def test_an_input_is_never_the_output(no_work: Run, tmp_path: Path) -> None:
     for words, message in (
         (f"{BUILD} -o facts.json", "--out is 'facts.json'"),
         (f"{BUILD} -o ./text.txt", "--out is 'text.txt'"),
-        (f"{BUILD} -o set.json --references set.json", "--references is 'set.json'"),
+        (f"{BUILD} -o set.json --references-out set.json", "--references-out is 'set.json'"),
         (f"{FIND} -o patterns.json", "--out is 'patterns.json'"),
     ):
         assert_refused(no_work(*words.split()), message)
@@ -241,8 +241,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("command", "files"),
     [
         *((command, 1) for command in REPORTS),
-        (f"{BUILD} --references r", 0),
-        (f"{BUILD} --references r", 1),
+        (f"{BUILD} --references-out r", 0),
+        (f"{BUILD} --references-out r", 1),
     ],
 )
 def test_a_full_disk_leaves_the_folder_as_it_was(

@@ -416,7 +416,7 @@ def build(factscope: Run, tmp_path: Path) -> Run:
 
 
 def test_build_command(build: Run, factscope: Run, tmp_path: Path) -> None:
-    words = ("--text", "text.txt.gz", "--references", "refs.json")
+    words = ("--text", "text.txt.gz", "--references-out", "refs.json")
     result = build("--out", "set.json", *words)
     assert result.code == 0
     for word in ("P30 skipped", "P31 skipped", "2 facts skipped"):
@@ -483,7 +483,7 @@ def test_bad_input(build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--facts", "list.json"), "not a table"),
         (("--patterns", "none.json"), "cannot read none.json"),
         (("--text", "none.txt"), "cannot read none.txt"),
-        (("--references", "refs.json"), "--text"),
+        (("--references-out", "refs.json"), "--text"),
         (("--relations", "P7"), "no relation P7"),
         (("--relations", "P31"), "P31 skipped"),
         (("--relations", "P30"), "1 objects"),

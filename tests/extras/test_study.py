@@ -288,7 +288,7 @@ def test_build_and_report(runs: Run) -> None:
     assert study.per_rater == 4
     for name, winner in (("x", "rome"), ("y", "rome"), ("z", "ft-l")):
         Path(f"{name}.json").write_text(sheet(study, name, winner))
-    done = runs("study", "report", "x.json", "y.json", "z.json", "--key", "s/key.json")
+    done = runs("study", "report", "x.json", "y.json", "z.json", "--key-file", "s/key.json")
     assert done.code == 0, done.err
     assert "ROME was rated more consistent 2.0 times as often as FT+L" in done.out
     assert "10 votes against 5" in done.out
@@ -346,9 +346,9 @@ def test_runs_with_different_settings(
         (("build", "a", "nowhere"), "nowhere is not a run folder"),
         (("build", "a", "a"), "given twice"),
         (("report", "x.json"), "study/key.json cannot be read"),
-        (("report", "nothing.json", "--key", "s/key.json"), "nothing.json cannot be read"),
-        (("report", "s/key.json", "--key", "s/key.json"), "the study's key"),
-        (("report", "empty.json", "--key", "s/key.json"), "nobody answered"),
+        (("report", "nothing.json", "--key-file", "s/key.json"), "nothing.json cannot be read"),
+        (("report", "s/key.json", "--key-file", "s/key.json"), "the study's key"),
+        (("report", "empty.json", "--key-file", "s/key.json"), "nobody answered"),
         (("build", "a", "b", "--out", "a/spec.toml"), "--out is 'a/spec.toml', which is a file"),
     ],
 )
@@ -434,7 +434,7 @@ def test_the_form_in_a_browser(runs: Run, tmp_path: Path, width: int) -> None:
         assert chrome.find_element(By.ID, "rater").get_property("value") == ""
         assert not chrome.get_log("browser")
     assert len(set(seen)) == 5
-    done = runs("study", "report", answers, "--key", "s/key.json", "--json")
+    done = runs("study", "report", answers, "--key-file", "s/key.json", "--json")
     assert done.code == 0, done.err
     consistent, fluent = json.loads(done.out)["preferences"]
     assert (consistent["wins"], consistent["ties"]) == ([4, 0], 1)

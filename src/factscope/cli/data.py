@@ -252,7 +252,7 @@ class BuildOptions(Options):
     """File for the records (JSON)."""
     text: Path | None = None
     """Articles, separated by blank lines, for generation prompts and references."""
-    references: Path | None = None
+    references_out: Path | None = None
     """File for the reference texts (JSON); needs --text."""
     wikidata: bool = False
     """Take neighbours from Wikidata instead of the table."""
@@ -273,12 +273,12 @@ def build_counterfact(options: BuildOptions) -> None:
     from factscope.extras import counterfact_builder as builder
 
     limit, full = options.limit, options.full
-    if options.references is not None and options.text is None:
-        raise BadSetting("--references needs --text, the articles to take them from")
+    if options.references_out is not None and options.text is None:
+        raise BadSetting("--references-out needs --text, the articles to take them from")
     inputs = options.facts, options.patterns, options.text
     _check_output(options.out, "--out", *inputs)
-    if options.references is not None:
-        _check_output(options.references, "--references", options.out, *inputs)
+    if options.references_out is not None:
+        _check_output(options.references_out, "--references-out", options.out, *inputs)
     table = read_relation_table(options.facts)
     patterns = read_relation_table(options.patterns)
     selected = [name.strip() for name in (options.relations or "").split(",") if name.strip()]
@@ -297,7 +297,7 @@ def build_counterfact(options: BuildOptions) -> None:
         note(f"{no_counterfactual} facts skipped: every object of their relation is true of them")
     total = len(entries) if full or limit is None else min(limit, len(entries))
     with counting("building", total) as done:
-        counted = (done(1) or entry for entry in entries)
+        counted = (done(1.0) or entry for entry in entries)
         all_records = builder.build_records(counted, sentences=sentences, find=find, full=full)
         records = list(islice(all_records, limit))
     if not records:
@@ -306,15 +306,15 @@ def build_counterfact(options: BuildOptions) -> None:
         "file": options.out, "problems": problems, "without_counterfactual": no_counterfactual,
     }  # fmt: skip
     outputs: dict[Path, Any] = {options.out: records}
-    if options.references is not None:
+    if options.references_out is not None:
         by_entity = builder.articles_by_entity(texts)
         references = builder.build_references(records, relations, by_entity, find)
-        outputs[options.references] = references
+        outputs[options.references_out] = references
         rewrites = [record["requested_rewrite"] for record in records]
         covered = sum(
             r["target_new"]["str"] in references.get(r["relation_id"], {}) for r in rewrites
         )
-        summary |= {"references": options.references, "covered": covered}
+        summary |= {"references": options.references_out, "covered": covered}
     with ExitStack() as stack:  # after an error, as on a full disk, both files are as before
         for path, value in outputs.items():
             # Compressed for .gz; the same bytes for the same value.

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from factscope.cli.evaluate import evaluate, sweep
-from factscope.cli.flags import Command, Options
+from factscope.cli.flags import Command, Dtype, Options
 from factscope.cli.output import note, print_json
 from factscope.cli.report import report
 from factscope.cli.stats import collect
@@ -53,7 +53,7 @@ class Replacements:
     """Another number of cases or facts."""
     device: str | None = None
     """Another device."""
-    dtype: str | None = None
+    dtype: Dtype | None = None
     """Another number format."""
 
 

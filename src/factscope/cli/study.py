@@ -82,7 +82,7 @@ def build(options: BuildOptions) -> None:
         f"{len(study.items)} pairs of texts on {count} cases.",
         f"For the people who compare them: {form}",
         f"For you alone, which method wrote what: {key}",
-        f"Next: factscope study report ANSWERS… --key {key}",
+        f"Next: factscope study report ANSWERS… --key-file {key}",
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class ReportOptions(Options):
 
     answers: Annotated[tuple[Path, ...], Flag(positional=True)]
     """The JSON files that people sent back."""
-    key: Annotated[Path, Flag(short="k")] = Path("study") / KEY
+    key_file: Annotated[Path, Flag(short="k")] = Path("study") / KEY
     """The key.json that was written with the form."""
     out: Annotated[Path | None, Flag(short="o")] = None
     """Folder to write to; `report` in the key's folder if not given."""
@@ -127,14 +127,14 @@ def report(options: ReportOptions) -> None:
     from factscope.report.studies import preference_sentence, preference_table, write_study_report
     from factscope.report.tables import as_markdown
 
-    key, out = options.key, options.out or options.key.parent / "report"
+    key, out = options.key_file, options.out or options.key_file.parent / "report"
     check_output_folder(out)
     try:
         study = Study.from_json(key.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise BadStudy(
-            f"{key} cannot be read ({reason}); give the key that was written with the form: --key"
+            f"{key} cannot be read ({reason}); give the form's key with --key-file"
         ) from error
     except BadStudy as error:
         raise BadStudy(f"{key}: {error}") from error

@@ -222,7 +222,7 @@ class AnswerSheet:
             fields = parse_json(text)
             kind = fields.get("kind")
             if kind == KEY_KIND:
-                raise ValueError("this is the study's key; give it with --key")
+                raise ValueError("this is the study's key; give it with --key-file")
             if kind != ANSWERS_KIND:
                 raise ValueError(f"its kind is not {ANSWERS_KIND!r}")
             rater = fields["rater"]
