@@ -266,6 +266,23 @@ def test_an_unreachable_hub(name: str) -> None:
         assert word not in str(caught.value)
 
 
+def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub's client would sleep between retries, half a minute in all."""
+    import huggingface_hub.constants as hub
+
+    def sleep(seconds: float) -> None:
+        pytest.fail(f"waits {seconds} s for a hub that does not answer")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--somebody--some-model").mkdir()
+    words = r"'somebody/some-modle'.*127.*did you mean 'somebody/some-model'\?.*smollm2-135m"
+    with pytest.raises(DownloadFailed, match=words):
+        load("somebody/some-modle")
+
+
 def test_a_file_that_is_not_a_model(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary")

