@@ -337,3 +337,13 @@ def test_every_flag_is_documented_and_means_one_thing() -> None:
                 kind = "switch" if setting.switch else "choice" if setting.choices else "value"
                 kinds.setdefault(name, set()).add(kind)
     assert not {name: found for name, found in kinds.items() if len(found) > 1}
+
+
+def test_a_warning_is_printed_once() -> None:
+    probe = (
+        "import logging, sys\nfrom factscope.cli import app\n"
+        "def warn(words):\n    for x in (1, 1, 2, 1): logging.warning('layer %d', x)\n"
+        "app.run = warn\napp.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.stderr == "layer 1\nlayer 2\n"

@@ -136,9 +136,25 @@ def _function(command: Command, words: Sequence[str], chosen: bool):
     return stub
 
 
+class Once(logging.Filter):
+    """Drops messages that were printed before, such as those of a method for each of many cases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.printed: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the message is new."""
+        new = record.getMessage() not in self.printed
+        self.printed.add(record.getMessage())
+        return new
+
+
 def main() -> None:
     """Run the command of `sys.argv`, and exit."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(Once())
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[handler])
     if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that cannot show every character
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:]
