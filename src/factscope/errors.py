@@ -1,6 +1,7 @@
 """All errors as one tree. Catch `FactscopeError` for any of them.
 
 FactscopeError: a run failed (exit code 1)
+├── EditDidNotTake (exit code 3)
 ├── DidNotConverge, UnsafeEdit, OutOfMemory, ServerBusy, RunInterrupted, FolderInUse
 └── BadInput: the input or a setting cannot be used (exit code 2)
     ├── BadFact, with SubjectNotFound and PromptTooLong
@@ -26,6 +27,12 @@ class DidNotConverge(FactscopeError):
 
 class UnsafeEdit(FactscopeError):
     """An edit failed its checks; it can be forced."""
+
+
+class EditDidNotTake(FactscopeError):
+    """With --require: the new object is not the most likely one after the edit."""
+
+    exit_code = 3
 
 
 class OutOfMemory(FactscopeError):

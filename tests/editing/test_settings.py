@@ -1,5 +1,6 @@
 """Editors by name, their presets and validation, and what a user's own editor must define."""
 
+import inspect
 import json
 import math
 import subprocess
@@ -22,6 +23,7 @@ from factscope.editing.settings import (
     R_ROME,
     FineTune,
     Memit,
+    Mend,
     Rome,
     ValueSearch,
     describe_second_moment,
@@ -89,9 +91,17 @@ def test_bad_names_are_refused(given: Any, settings: dict[str, Any], message: st
             "max_change is 'much'; give a number, default or none",
         ),
         (KN(), "rule", "gauss", "rule is 'gauss'; choose from radau, ends"),
+        (Rome(), "key", "x", "key is 'x'; choose from mean, bare"),
+        (Rome(), "second_moment", "Identity", "second_moment is 'Identity'; give find or identity"),
+        (Memit(), "second_moment", "none", "second_moment is 'none'; give find or identity"),
+        (Rome(), "layer", "x", "layer is 'x'; give a whole number, auto or none"),
+        (Rome(), "prefixes", "abc", r"prefixes is 'abc'; give a tuple such as \('abc',\)"),
+        (Memit(), "layers", 3, r"layers is 3; give a tuple such as \(3,\)"),
+        (FineTune(), "lr", "fast", "lr is 'fast'; give"),
+        (Mend(), "scale", math.inf, "scale is inf; give a number"),
     ],
 )
-def test_choices_are_checked(settings: Any, name: str, value: str, message: str) -> None:
+def test_choices_are_checked(settings: Any, name: str, value: Any, message: str) -> None:
     object.__setattr__(settings, name, value)  # in tests, types are checked before __post_init__
     with pytest.raises(BadSetting, match=message):
         settings.__post_init__()
@@ -144,6 +154,19 @@ class Stubborn(Editor):
 
     def resolve(self, lm: LM) -> "Stubborn":
         return self
+
+
+def test_facts_must_be_a_list_of_facts() -> None:
+    lm, own = text_lm("gpt2"), Stubborn()
+    for wrong, message in (
+        (FACTS[0], "facts is one fact, 'The Eiffel Tower is in'; give a list"),
+        ("The Eiffel Tower is in", "'T' is not a Fact; give a list of facts"),
+        (["The Eiffel Tower"], "'The Eiffel Tower' is not a Fact"),
+    ):
+        for call in (Stubborn.__call__, Stubborn.attempt):
+            # Without the type checks of the tests.
+            with pytest.raises(BadFact, match=message):
+                inspect.unwrap(call)(own, lm, wrong)
 
 
 def test_a_users_editor_inherits_the_calls() -> None:

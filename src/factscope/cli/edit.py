@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 from rich.text import Text
 
-from factscope.cli.flags import Command, FactSource, ModelOptions, Options
+from factscope.cli.flags import ChatOptions, Command, FactSource, ModelOptions, Options
 from factscope.cli.output import (
     check_suffix,
     doing,
@@ -24,10 +24,11 @@ from factscope.cli.output import (
 )
 from factscope.cli.stats import with_statistics
 from factscope.editing.settings import EDITORS, Rome, editor
-from factscope.errors import BadFact, BadSetting, PromptTooLong
-from factscope.facts import Case
+from factscope.errors import BadFact, BadSetting, EditDidNotTake, PromptTooLong
+from factscope.facts import Case, Fact, strip_end
+from factscope.io import check_output_file, check_output_folder
 from factscope.records import EditRecord, Generation
-from factscope.settings import Flag, settings_of
+from factscope.settings import Flag, Seed, settings_of
 
 if TYPE_CHECKING:
     from factscope.editing.edit import Edit
@@ -118,15 +119,25 @@ class WriteOptions(MethodOptions):
     figure: Path | None = None
     """Draw before and after (.png .svg .pdf)."""
     force: bool = False
-    """Write the edit even if it fails the checks, or if the model predicts the object already."""
+    """Write the edit even if it fails the checks, if the model predicts the object already, or over
+    a file that is not an edit."""
+    require: bool = False
+    """Exit with code 3, and write no file, unless the new object (of every fact) is the most likely
+    one after the edit."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
     comparison: ComparisonOptions = field(default_factory=ComparisonOptions)
 
     def check(self) -> None:
         """Check the paths and combinations of flags before the model is loaded."""
-        if self.out is not None and self.out.is_dir():
-            raise BadSetting(f"--out is {str(self.out)!r}, a folder; give a file, e.g. rome.edit")
         check_suffix(self.page, "page", ".html")
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
+        for flag in ("out", "page", "figure"):
+            if getattr(self, flag) is not None:
+                check_output_file(getattr(self, flag), f"--{flag}")
+        if self.out is not None and self.out.exists() and not self.force:
+            from factscope.editing.edit import check_replaceable
+
+            check_replaceable(self.out)
         source, comparison = self.source, self.comparison
         if source.facts is None:
             return
@@ -164,22 +175,54 @@ def write(options: WriteOptions) -> None:
     The word "write" can be left out.
     """
     from factscope.evaluation.before_after import before_after_each
-    from factscope.report.terminal import facts_table
 
     options.check()
     cases, editor = options.cases(), options.checked_editor()
     lm = options.model.load()
+    if options.chat.chat:
+        cases = [_chat_case(lm, case) for case in cases]
     cases, known = (cases, []) if options.force else _unpredicted(lm, cases)
     edit = make_edit(lm, editor, cases, force=options.force)
-    one, out = options.source.facts is None, options.out
+    one = options.source.facts is None
     with doing("predicting before and after"):
         tokens = options.comparison.max_new_tokens if one else 0
         records = before_after_each(lm, edit, cases, generation_tokens=tokens)
-    if out is not None:
-        edit.save(out)
+        missed = _not_predicted(lm, edit, cases) if options.require else []
+    if missed:
+        options = replace(options, out=None, page=None, figure=None)
+    if options.out is not None:
+        edit.save(options.out, force=options.force)
     page, figure = options.page, options.figure
     drawn = draw_edit(records[0], page, figure) if page or figure else []
     warn(records)
+    _print_written(options, edit, records, known, drawn)
+    if missed:
+        fact, more = missed[0], f" (and {len(missed) - 1} more)" if missed[1:] else ""
+        raise EditDidNotTake(
+            f"--require: {fact.target!r} is not the most likely object after {fact.text!r}{more}; "
+            f"nothing was saved. Try {_advice(edit.method)}"
+        )
+
+
+def _not_predicted(lm: "LM", edit: "Edit", cases: Sequence[Case]) -> list[Fact]:
+    """The facts whose new object is not the most likely one, token by token, after the edit."""
+    from factscope.evaluation.score import Query, score_queries
+
+    facts = [case.fact for case in cases]
+    scores = score_queries(lm, [Query(fact.text, fact.target or "", 0) for fact in facts], [edit])
+    return [fact for fact, score in zip(facts, scores, strict=True) if not all(score.correct)]
+
+
+def _print_written(
+    options: WriteOptions,
+    edit: "Edit",
+    records: Sequence[EditRecord],
+    known: Sequence[str],
+    drawn: Sequence[Path],
+) -> None:
+    from factscope.report.terminal import facts_table
+
+    one, out = options.source.facts is None, options.out
     if options.json and one:
         print_json(records[0].to_json())
         return
@@ -203,6 +246,15 @@ def write(options: WriteOptions) -> None:
         say(f'Next: factscope generate "{edit.facts[0].text}" --edit {out}')
     if drawn:
         say("Drawn: " + ", ".join(map(str, drawn)))
+
+
+def _chat_case(lm: "LM", case: Case) -> Case:
+    """The case with all its prompts in the model's chat template."""
+    from factscope.lm.tokens import chat_fact, chat_text
+
+    names = ("paraphrases", "neighbours", "attributes", "generations")
+    texts = {name: tuple(chat_text(lm, x) for x in getattr(case, name)) for name in names}
+    return replace(case, fact=chat_fact(lm, case.fact), **texts)
 
 
 def _unpredicted(lm: "LM", cases: list[Case]) -> tuple[list[Case], list[str]]:
@@ -309,13 +361,16 @@ def warn(records: Sequence[EditRecord]) -> None:
     """Print a note for each fact whose old object is still more likely."""
     for record in records:
         prompt, after = record.fact_prompt, record.fact_prompt.after
-        advice = ADVICE.get(record.method, "another --layer, more --steps")
         if after.old is not None and after.new <= after.old and prompt.new != prompt.old:
             note(
                 f"{record.fact.text!r}: {prompt.old!r} is still more likely than {prompt.new!r}; "
-                f"try {advice} or another --method",
+                f"try {_advice(record.method)}",
                 style="yellow",
             )
+
+
+def _advice(method: str) -> str:
+    return ADVICE.get(method, "another --layer, more --steps") + " or another --method"
 
 
 def _size(path: Path) -> str:
@@ -331,14 +386,18 @@ class EditedModel(ModelOptions):
     """Model."""
 
     model: Annotated[str | None, Flag(short="m")] = None  # pyright: ignore
-    """Short name, hub id, folder or GGUF file; the one that the edit names if not given."""
+    """Short name, hub id, folder or GGUF file; if not given, the model that the edit names, or
+    smollm2-135m."""
+
+    def name_for(self, edits: "Sequence[Edit]") -> str:
+        """The given name, or that of the edits' model."""
+        from factscope.lm.sources import DEFAULT_MODEL
+
+        return self.model or (edits[0].model if edits else DEFAULT_MODEL)
 
     def load_for(self, edits: "Sequence[Edit]") -> "LM":
         """The model of the edits."""
-        from factscope.lm.sources import DEFAULT_MODEL
-
-        name = self.model or (edits[0].model if edits else DEFAULT_MODEL)
-        lm = replace(self, model=name).load()
+        lm = replace(self, model=self.name_for(edits)).load()
         for edit in edits:
             edit.check_model(lm)
         return lm
@@ -352,7 +411,8 @@ class ShowOptions(Options):
     """Edit files, written by `factscope edit -o`."""
 
 
-def _load_edits(files: Sequence[Path]) -> "list[Edit]":
+def load_edits(files: Sequence[Path]) -> "list[Edit]":
+    """The edits in the files, each given once."""
     from factscope.editing.edit import Edit
 
     paths = [file.resolve() for file in files]
@@ -368,7 +428,7 @@ def show(options: ShowOptions) -> None:
     from factscope.evaluation.before_after import changed_weights, describe_checks
     from factscope.report.terminal import changed_weights_text, checks_table, settings_table
 
-    pairs = list(zip(options.files, _load_edits(options.files), strict=True))
+    pairs = list(zip(options.files, load_edits(options.files), strict=True))
     if options.json:
         print_json([
             {
@@ -409,13 +469,14 @@ def apply(options: ApplyOptions) -> None:
     from factscope.evaluation.before_after import describe_checks, generate_before_after
     from factscope.report.terminal import applied_table, checks_table, generation_table
 
-    edits = _load_edits(options.files)
+    edits = load_edits(options.files)
     total = reduce(add, edits)
     lm = options.model.load_for(edits)
     with doing("predicting"):
         rows = _scores(lm, options.files, edits, total)
         [total] = with_checks(lm, [total])
-        texts = generate_before_after(lm, total, options.prompt, options.max_new_tokens)
+        prompts = _without_end_spaces(options.prompt)
+        texts = generate_before_after(lm, total, prompts, options.max_new_tokens)
     checks = describe_checks(total.checks)
     if options.json:
         generated = [asdict(text) for text in texts]
@@ -460,7 +521,7 @@ class ExportOptions(ShowOptions):
     checkpoint: Path | None = None
     """Folder for the complete edited model."""
     max_rank: Annotated[int | None, Ge(1)] = None
-    """With --peft: keep only the N largest singular directions."""
+    """With --peft: keep only the N largest singular directions, and print what that loses."""
     force: bool = False
     """Export even if the edit fails the checks."""
     model: EditedModel = field(default_factory=lambda: EditedModel(dtype="auto"))
@@ -476,18 +537,60 @@ def export(options: ExportOptions) -> None:
         raise BadSetting("give either --peft FOLDER or --checkpoint FOLDER")
     if options.max_rank is not None and peft is None:
         raise BadSetting("--max-rank goes with --peft; a checkpoint has the edits in full")
-    edits = _load_edits(options.files)
+    if peft is not None:
+        _check_new_folder(peft, "--peft")
+    if checkpoint is not None:
+        _check_new_folder(checkpoint, "--checkpoint")
+    edits = load_edits(options.files)
     if checkpoint is not None:
         _write_checkpoint(options, edits, checkpoint)
     if peft is not None:
         lm = options.model.load_for(edits)
         total = _checked(lm, reduce(add, edits), force=force)
         with doing("writing the adapter"):
-            export_peft(total, lm, peft, rank=options.max_rank, force=force)
+            exported = export_peft(total, lm, peft, rank=options.max_rank, force=force)
+        lost: dict[str, Any] = {}
+        if options.max_rank is not None:
+            with doing("predicting with the full and the truncated edit"):
+                lost = _truncation(lm, total, exported)
         options.print_result(
-            {"kind": "peft", "path": peft, "edits": len(edits)},
+            {"kind": "peft", "path": peft, "edits": len(edits), **lost},
+            *_truncation_lines(lost),
             f"{peft}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(peft)!r})",
         )
+
+
+def _truncation(lm: "LM", full: "Edit", exported: "Edit") -> dict[str, Any]:
+    """What truncation to a rank loses: energy by weight, and each new object's probability."""
+    from factscope.editing.export import energy_kept
+    from factscope.evaluation.score import Query, score_queries
+
+    overall, weights = energy_kept(full, exported)
+    queries = [Query(f.text, f.target or "", which) for f in full.facts for which in (0, 1)]
+    p = iter([math.exp(-score.nll) for score in score_queries(lm, queries, [full, exported])])
+    facts = [
+        {"text": fact.text, "target": fact.target, "full": next(p), "exported": next(p)}
+        for fact in full.facts
+    ]
+    return {"energy_kept": overall, "weights": weights, "facts": facts}
+
+
+def _truncation_lines(lost: dict[str, Any], most: int = 10) -> list[str]:
+    """The same as text; of many facts those that lose most."""
+    if not lost:
+        return []
+    facts = sorted(lost["facts"], key=lambda x: x["exported"] - x["full"])
+    omitted = len(facts) - most
+    return [
+        f"Energy (squared Frobenius norm) kept: {100 * lost['energy_kept']:.1f} %",
+        *(f"  {name}: {100 * kept:.1f} %" for name, kept in lost["weights"].items()),
+        "Probability of the new object, full edit → exported:",
+        *(
+            f"  {x['text']} → {x['target']}: {100 * x['full']:.1f} % → {100 * x['exported']:.1f} %"
+            for x in facts[:most]
+        ),
+        *([f"  and {omitted} facts that lose less"] if omitted > 0 else []),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,22 +600,34 @@ class MergeOptions(ShowOptions):
     out: Annotated[Path, Flag(short="o")]
     """One edit (a file name in .edit), or an edited model (a folder)."""
     force: bool = False
-    """Write the model even if the edit fails the checks."""
+    """Write the model even if the edit fails the checks; replace a file that is not an edit."""
     model: EditedModel = field(default_factory=lambda: EditedModel(dtype="auto"))
 
 
 @Command
 def merge(options: MergeOptions) -> None:
     """Merge edits into one edit, or into a model."""
-    edits, out = _load_edits(options.files), options.out
+    out = options.out
     if out.suffix != SUFFIX:
-        _write_checkpoint(options, edits, out)
+        _check_new_folder(out, "--out")
+        _write_checkpoint(options, load_edits(options.files), out)
         return
-    reduce(add, edits).save(out)
+    check_output_file(out, "--out")
+    edits = load_edits(options.files)
+    reduce(add, edits).save(out, force=options.force)
     options.print_result(
         {"kind": "edit", "path": out, "edits": len(edits)},
         f"{len(edits)} edits in one: {out}\nNext: factscope edit apply {out}",
     )
+
+
+def _check_new_folder(folder: Path, flag: str) -> None:
+    """Refuse a folder that is not empty or cannot be written: before the work, not after it."""
+    check_output_folder(folder, flag)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise BadSetting(
+            f"{flag} is {str(folder)!r}, which already exists; give a new or empty folder"
+        )
 
 
 def _write_checkpoint(
@@ -547,10 +662,11 @@ class GenerateOptions(Options):
     """Take the most likely token at each step instead of sampling."""
     top_k: Annotated[int | None, Ge(1)] = None
     """Sample from the k most likely tokens; 5 if not given, as in the paper."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples."""
     compare: bool = False
     """Also generate without the edits, side by side."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
     model: EditedModel = field(default_factory=EditedModel)
 
 
@@ -563,7 +679,8 @@ def generate(options: GenerateOptions) -> None:
         raise BadSetting("give --greedy or --top-k N, not both")
     if options.compare and not options.edit:
         raise BadSetting("--compare needs an --edit FILE to compare with")
-    edits = _load_edits(options.edit)
+    options = replace(options, prompts=_without_end_spaces(options.prompts))
+    edits = load_edits(options.edit)
     total = reduce(add, edits) if edits else None
     lm = options.model.load_for(edits)
     with doing("generating"):
@@ -584,12 +701,22 @@ def generate(options: GenerateOptions) -> None:
             results.print(Text.assemble((row["text"], "bold"), row["continuation"]), soft_wrap=True)
 
 
+def _without_end_spaces(prompts: tuple[str, ...]) -> tuple[str, ...]:
+    """The prompts without spaces at their ends, with a note if there were any."""
+    stripped = tuple(map(strip_end, prompts))
+    if stripped != prompts:
+        note("The spaces at the end of prompts are removed.")
+    return stripped
+
+
 def _continuations(lm: "LM", edit: "Edit | None", options: GenerateOptions) -> list[str]:
     from factscope.editing.per_row import edited
     from factscope.lm.generate import argmax_choice, generate, top_k_choice
-    from factscope.lm.tokens import encode
+    from factscope.lm.tokens import chat_text, encode
 
     prompts, tokens = options.prompts, options.max_new_tokens
+    if options.chat.chat:
+        prompts = [chat_text(lm, text) for text in prompts]
     longest = max(len(encode(lm, text)) for text in prompts)
     if lm.context is not None and longest + tokens > lm.context:
         raise PromptTooLong(

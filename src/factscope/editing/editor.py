@@ -80,6 +80,7 @@ class Editor(ABC):
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
     ) -> "Edit":
         """One edit for all facts."""
+        _check_facts(facts)
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
         return self.bind(lm, facts).edit(facts, progress)
@@ -88,6 +89,7 @@ class Editor(ABC):
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
     ) -> "list[Edit | FactscopeError]":
         """An edit for each fact on its own, or the error of a fact that cannot be edited."""
+        _check_facts(facts)
         return self.bind(lm, facts).attempt(facts, progress)
 
     def each(
@@ -95,6 +97,15 @@ class Editor(ABC):
     ) -> "list[Edit]":
         """An edit for each fact on its own; raises the first error."""
         return raise_first_error(self.attempt(lm, facts, progress=progress))
+
+
+def _check_facts(facts: object) -> None:
+    """Refuse a single fact or text in place of a list of facts."""
+    if isinstance(facts, Fact):
+        raise BadFact(f"facts is one fact, {facts.text!r}; give a list: [fact]")
+    for fact in facts if isinstance(facts, Sequence) else [facts]:
+        if not isinstance(fact, Fact):
+            raise BadFact(f"{fact!r} is not a Fact; give a list of facts, as in [Fact(…)]")
 
 
 def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:

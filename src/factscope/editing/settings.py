@@ -472,7 +472,7 @@ H = TypeVar("H", bound="HypernetEditor")
 class HypernetEditor(Editor):
     """An editor with a trained network: MEND or KE."""
 
-    weights: "HypernetWeights | Path | None" = None
+    weights: "HypernetWeights | str | Path | None" = None
     """Trained network: a file written by `factscope train`, or its loaded content."""
     scale: float = 1.0
     """Factor that every edit is multiplied by."""
@@ -480,10 +480,10 @@ class HypernetEditor(Editor):
     """Facts per batch; None for what suits the device."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.weights, Path):
+        if isinstance(self.weights, str | Path):
             from factscope.editing.hypernet.model import load_weights
 
-            object.__setattr__(self, "weights", load_weights(self.weights, self.method))
+            object.__setattr__(self, "weights", load_weights(Path(self.weights), self.method))
         super().__post_init__()
 
     @classmethod
@@ -499,7 +499,7 @@ class HypernetEditor(Editor):
                 f"{self.method} needs trained weights: give a file (--weights FILE), which "
                 f"`factscope train {self.method}` writes"
             )
-        assert not isinstance(self.weights, Path)
+        assert not isinstance(self.weights, str | Path)
         return self.weights
 
     @property

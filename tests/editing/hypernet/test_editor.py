@@ -360,6 +360,7 @@ def test_weights_files_round_trip(gpt2: LM, tmp_path: Path, method: str) -> None
         for name, change in one.changes.items():
             assert torch.equal(change.matrix(), other.changes[name].matrix())
     assert editor(method, weights=path).to_dict() == loaded.to_dict()
+    assert editor(method, weights=str(path)).to_dict() == loaded.to_dict()
 
 
 def version_1(lm: LM, network: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
