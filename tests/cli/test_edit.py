@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import re
 import shutil
 import sys
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from factscope.cli.app import main
 from factscope.cli.edit import warn
-from factscope.editing.edit import Edit
+from factscope.editing.edit import Edit, LowRank
 from factscope.editing.settings import EDITORS, Rome, ValueSearch
 from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Fact
@@ -195,10 +198,56 @@ def test_an_edit_need_not_be_saved(edit: Run, tmp_path: Path) -> None:
     assert nothing_in(tmp_path)
 
 
-def test_an_existing_file_is_replaced(edit: Run, tmp_path: Path) -> None:
-    (tmp_path / "rome.edit").write_text("old")
-    assert edit(*EIFFEL, *QUICK, "-o", "rome.edit").code == 0
-    assert Edit.load(tmp_path / "rome.edit").facts[0].target == "Rome"
+def test_only_an_edit_file_is_replaced_unless_forced(edit: Run, edits: list[Path]) -> None:
+    notes, oslo = edits[0].with_name("notes.txt"), edits[1]
+    notes.write_text("old")
+    result = edit(*EIFFEL, *QUICK, "-o", notes)
+    assert_refused(result, "notes.txt exists and is not an edit file", "--force")
+    assert notes.read_text() == "old"
+    assert edit(*EIFFEL, *QUICK, "-o", oslo).code == 0
+    assert edit(*EIFFEL, *QUICK, "-o", notes, "--force").code == 0
+    assert [Edit.load(path).facts[0].target for path in (oslo, notes)] == ["Rome", "Rome"]
+
+
+# ---- --require
+
+LEARNED = ("--method", "ft", "--found", "--layer", 0, "--steps", 60, "--lr", 0.05, "--force")
+
+
+def test_require_accepts_an_edit_that_took(edit: Run, tmp_path: Path) -> None:
+    result = edit(*EIFFEL, *LEARNED, "--require", "-o", "rome.edit", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["fact"]["target"] == "Rome"
+    assert (tmp_path / "rome.edit").exists()
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_require_refuses_an_edit_that_did_not_take(
+    edit: Run, tmp_path: Path, json_flag: tuple[str, ...]
+) -> None:
+    words = (*EIFFEL, *QUICK, "--steps", 2, "--lr", 1e-3, "--require", *json_flag)
+    files = ("-o", "rome.edit", "--page", "rome.html", "--figure", "rome.png")
+    result = edit(*words, *files)
+    assert result.code == 3
+    assert f"--require: 'Rome' is not the most likely object after '{CITY}'" in result.err
+    assert "nothing was saved. Try another --layer, more --steps" in result.err
+    assert nothing_in(tmp_path)
+    assert "Rome" in result.out
+    if json_flag:
+        assert EditRecord.from_json(result.out).fact.target == "Rome"
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_require_with_a_file_of_facts(edit: Run, facts: Path, json_flag: tuple[str, ...]) -> None:
+    words = ("--facts", facts, *QUICK, "--steps", 2, "--lr", 1e-3, "--force", "-o", "both.edit")
+    result = edit(*words, "--require", *json_flag)
+    assert result.code == 3
+    assert "'Rome' is not the most likely object" in result.err
+    assert "(and 1 more)" in result.err
+    assert nothing_in(facts.parent, "facts.jsonl")
+    if json_flag:
+        assert json.loads(result.out)["file"] is None
+    assert edit(*words).code == 0
 
 
 @pytest.mark.parametrize("method", sorted(set(EDITORS) - {"mend", "ke"}))  # see test_train.py
@@ -427,17 +476,19 @@ MISTAKES: dict[str, tuple[list[Any], list[str]]] = {
     "stats twice": ([*EIFFEL, "--stats", "facts.jsonl", "--stats", "none"], ["none"]),
     "no statistics file": ([*EIFFEL, "--stats", "lost.safetensors"], ["lost.safetensors"]),
     "what is no statistics": ([*EIFFEL, "--stats", "facts.jsonl"], ["facts.jsonl"]),
-    "out is a folder": ([*EIFFEL, "-o", "."], ["--out is '.', a folder"]),
+    "out is a folder": ([*EIFFEL, "-o", "."], ["--out is '.', which is a folder"]),
     "page": ([*EIFFEL, "--page", "rome.pdf"], [".html"]),
     "figure": ([*EIFFEL, "--figure", "rome.html"], [".png"]),
     "page below a file": (
         [*EIFFEL, *QUICK, "--page", "facts.jsonl/p.html"],
-        ["cannot write the page or figure"],
+        ["--page is 'facts.jsonl/p.html', which cannot be written"],
     ),
     "out below a file": (
         [*EIFFEL, *QUICK, "-o", "facts.jsonl/rome.edit"],
-        ["the edit cannot be written"],
+        ["--out is 'facts.jsonl/rome.edit', which cannot be written"],
     ),
+    "out in proc": ([*EIFFEL, "-o", "/proc/rome.edit"], ["--out is '/proc/rome.edit'"]),
+    "figure in proc": ([*EIFFEL, "--figure", "/proc/a.png"], ["--figure is '/proc/a.png'"]),
     "no facts file": (["--facts", "lost.jsonl"], ["lost.jsonl"]),
     "facts and prompt": ([*EIFFEL, "--facts", "facts.jsonl"], ["leave those out"]),
     "facts and page": (["--facts", "facts.jsonl", "--page", "p.html"], ["one fact"]),
@@ -522,6 +573,53 @@ def test_show_needs_no_model(factscope: Run, edits: list[Path]) -> None:
     assert listed[0]["checks"]["update_norm"] > 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_edit_file_with_nan_is_refused_by_every_command(
+    factscope: Run, edits: list[Path], bad: float
+) -> None:
+    with safe_open(edits[0], framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(edits[0])
+    next(iter(tensors.values())).view(-1)[0] = bad
+    save_file(tensors, edits[0], metadata=header)
+    for words in (
+        ("show", edits[0]),
+        ("apply", *edits),
+        ("export", edits[0], "--peft", "adapter"),
+        ("export", edits[0], "--checkpoint", "model"),
+        ("merge", *edits, "-o", "both.edit"),
+    ):
+        result = factscope("edit", *words)
+        assert_refused(
+            result, "rome.edit", "the change of transformer.h.1.mlp.c_proj.weight is NaN"
+        )
+    assert_refused(factscope("generate", CITY, "--edit", edits[0]), "rome.edit", "is NaN")
+    assert nothing_in(edits[0].parent, "rome.edit", "oslo.edit")
+
+
+def test_outputs_are_checked_before_the_model_is_loaded(
+    factscope: Run, edits: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("notes")
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "notes.edit").write_text("notes")
+    for path, message in (
+        ("full", "which already exists"), ("notes.txt", "which is a file"), ("/proc/x", "/proc/x"),
+    ):  # fmt: skip
+        for words in (
+            ("export", edits[0], "--peft", path),
+            ("export", edits[0], "--checkpoint", path),
+            ("merge", edits[0], "-o", path),
+        ):
+            result = factscope("edit", *words, "-m", "no-such-model")
+            assert_refused(result, f"{words[-2].replace('-o', '--out')} is '{path}'", message)
+    assert_refused(factscope("edit", "merge", *edits, "-o", "notes.edit"), "is not an edit file")
+    assert (tmp_path / "notes.edit").read_text() == "notes"
+    assert_refused(factscope("edit", "merge", *edits, "-o", "/proc/a.edit"), "--out is '/proc/a")
+    assert factscope("edit", "merge", *edits, "-o", "notes.edit", "--force").code == 0
+
+
 def test_apply_scores_edits_alone_and_together(
     factscope: Run, model: Path, edits: list[Path], tmp_path: Path
 ) -> None:
@@ -580,8 +678,35 @@ def test_export_for_peft(factscope: Run, edits: list[Path], tmp_path: Path) -> N
     assert config["r"] == 2
     ranked = ("--peft", "small", "--max-rank", 1, "--device", "cpu", "--json")
     said = json.loads(factscope("edit", "export", *edits, *ranked).out)
-    assert said == {"kind": "peft", "path": "small", "edits": 2}
+    assert [said[name] for name in ("kind", "path", "edits")] == ["peft", "small", 2]
+    assert 0 < said["energy_kept"] < 1
     assert json.loads((tmp_path / "small" / "adapter_config.json").read_text())["r"] == 1
+
+
+def test_export_prints_what_a_lower_rank_loses(factscope: Run, model: Path, tmp_path: Path) -> None:
+    words = ("--method", "ft", "--layer", 1, "--steps", 20, "--lr", 0.01, "--device", "cpu")
+    made = factscope("edit", *EIFFEL, "-m", model, *words, "-o", "ft.edit", "--force")
+    assert made.code == 0, made.err
+    result = factscope("edit", "export", "ft.edit", "--peft", "one", "--max-rank", 1, "--force")
+    assert result.code == 0, result.err
+    more = ("--peft", "json", "--max-rank", 1, "--force", "--json")
+    values = json.loads(factscope("edit", "export", "ft.edit", *more).out)
+
+    lm, edit = load(str(model), device="cpu"), Edit.load(tmp_path / "ft.edit")
+    [(name, change)] = edit.changes.items()
+    singular = torch.linalg.svdvals(change.matrix())
+    kept = (singular[0] ** 2 / (singular**2).sum()).item()
+    assert values["energy_kept"] == pytest.approx(kept, rel=1e-4)
+    assert values["weights"] == pytest.approx({name: kept}, rel=1e-4)
+    assert f"  {name}: {100 * kept:.1f} %" in result.out
+    U, S, V = torch.linalg.svd(change.matrix())
+    cut = replace(edit, changes={name: LowRank(U[:, :1] * S[:1], V[:1])})
+    queries = [Query(CITY, "Rome", which) for which in (0, 1)]
+    full, exported = [math.exp(-x.nll) for x in score_queries(lm, queries, [edit, cut])]
+    assert full > 1.5 * exported
+    [row] = values["facts"]
+    assert (row["full"], row["exported"]) == pytest.approx((full, exported), rel=1e-3)
+    assert f"Rome: {100 * full:.1f} % → {100 * exported:.1f} %" in result.out
 
 
 FILE_MISTAKES: dict[str, tuple[list[Any], list[str]]] = {
