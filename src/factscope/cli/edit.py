@@ -575,19 +575,19 @@ def _truncation(lm: "LM", full: "Edit", exported: "Edit") -> dict[str, Any]:
     return {"energy_kept": overall, "weights": weights, "facts": facts}
 
 
-def _truncation_lines(lost: dict[str, Any], most: int = 10) -> list[str]:
+def _truncation_lines(lost: dict[str, Any], max_facts: int = 10) -> list[str]:
     """The same as text; of many facts those that lose most."""
     if not lost:
         return []
     facts = sorted(lost["facts"], key=lambda x: x["exported"] - x["full"])
-    omitted = len(facts) - most
+    omitted = len(facts) - max_facts
     return [
         f"Energy (squared Frobenius norm) kept: {100 * lost['energy_kept']:.1f} %",
         *(f"  {name}: {100 * kept:.1f} %" for name, kept in lost["weights"].items()),
         "Probability of the new object, full edit → exported:",
         *(
             f"  {x['text']} → {x['target']}: {100 * x['full']:.1f} % → {100 * x['exported']:.1f} %"
-            for x in facts[:most]
+            for x in facts[:max_facts]
         ),
         *([f"  and {omitted} facts that lose less"] if omitted > 0 else []),
     ]
