@@ -176,3 +176,22 @@ def test_a_diverged_loss_is_null_in_the_file_and_nan_when_read(tmp_path: Path) -
     for read in read_training_records(path):
         assert math.isnan(read.loss)
         assert replace(read, loss=0.0) == replace(record, loss=0.0)
+
+
+def test_a_trace_is_short_in_a_terminal_and_a_heat_map_in_a_notebook() -> None:
+    record = replace(
+        TRACE, tokens=("<s>", "Ann"), restored={"states": ((0.2, None), (0.9, 0.45))}, clean=0.9
+    )
+    assert repr(record) == (
+        "TraceRecord('Ann speaks' → ' Thai', tiny: P clean 0.900, corrupted 0.100; "
+        "restored: states)"
+    )
+    page = record._repr_html_()
+    assert page.count("<td") == 4
+    assert [x for x in ("&lt;s&gt;", "0.22)", "1.00)", "0.50)", "0.00)") if x not in page] == []
+    assert "not traced" in replace(record, restored={})._repr_html_()
+
+
+def test_paths_may_be_strings(tmp_path: Path) -> None:
+    write_records(str(tmp_path / "records.jsonl"), [TRACE])
+    assert list(read_trace_records(str(tmp_path / "records.jsonl"))) == [TRACE]

@@ -10,6 +10,7 @@ version 1; their old field names are translated when they are read.
 """
 
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -150,6 +151,29 @@ class TraceRecord(Record):
         """TE = P[o] - P*[o]."""
         return self.clean - self.corrupted
 
+    def __repr__(self) -> str:
+        tables = ", ".join(self.restored) or "not traced"
+        return (
+            f"TraceRecord({self.fact.text!r} → {self.answer!r}, {self.model}: P clean "
+            f"{self.clean:.3f}, corrupted {self.corrupted:.3f}; restored: {tables})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The tables as heat maps, for notebooks; the darker, the higher the probability."""
+        top = max([self.clean, *_cells(self.restored.values())]) or 1.0
+        parts = [f"<p>{html.escape(repr(self))}</p>"]
+        for kind, table in self.restored.items():
+            rows = ""
+            for token, row in zip(self.tokens, table, strict=True):
+                cells = "".join(
+                    f'<td title="layer {layer}: {x or 0:.3f}" style="padding:0;width:1em;'
+                    f'background:rgba(84,39,143,{(x or 0) / top:.2f})"></td>'
+                    for layer, x in enumerate(row)
+                )
+                rows += f"<tr><th>{html.escape(token)}</th>{cells}</tr>"
+            parts.append(f"<table><caption>{kind}, by layer</caption>{rows}</table>")
+        return "".join(parts)
+
     @classmethod
     def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
         for name in ("restored", "severed", "gradients"):
@@ -157,6 +181,10 @@ class TraceRecord(Record):
         for name in ("tokens", "subject", "corrupted_samples"):
             fields[name] = tuple(fields[name])
         return fields
+
+
+def _cells(tables: Iterable[CellTable]) -> Iterator[float]:
+    return (x for table in tables for row in table for x in row if x is not None)
 
 
 def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:
@@ -366,32 +394,33 @@ class TrainingRecord(Record):
         }
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: str | Path, records: Iterable[Record]) -> None:
     """Write the records, one per line; the file appears complete or not at all."""
-    write_atomic(path, "".join(r.to_json() + "\n" for r in records))
+    write_atomic(Path(path), "".join(r.to_json() + "\n" for r in records))
 
 
-def read_trace_records(path: Path) -> Iterator[TraceRecord]:
+def read_trace_records(path: str | Path) -> Iterator[TraceRecord]:
     """The traces in a file, in order."""
     return _read(path, TraceRecord, "factscope trace --out")
 
 
-def read_edit_records(path: Path) -> Iterator[EditRecord]:
+def read_edit_records(path: str | Path) -> Iterator[EditRecord]:
     """The edits in a file, in order."""
     return _read(path, EditRecord, "factscope edit --json")
 
 
-def read_case_records(path: Path) -> Iterator[CaseRecord]:
+def read_case_records(path: str | Path) -> Iterator[CaseRecord]:
     """The evaluated cases in a file, in order."""
     return _read(path, CaseRecord, "factscope evaluate --out")
 
 
-def read_training_records(path: Path) -> Iterator[TrainingRecord]:
+def read_training_records(path: str | Path) -> Iterator[TrainingRecord]:
     """The evaluations of a training run in a file, in order."""
     return _read(path, TrainingRecord, "factscope train --out")
 
 
-def _read(path: Path, kind: type[R], command: str) -> Iterator[R]:
+def _read(path: str | Path, kind: type[R], command: str) -> Iterator[R]:
+    path = Path(path)
     if not path.is_file():
         raise BadRecord(f"no records at {path}; `{command}` writes them")
     with path.open("rb") as lines:

@@ -98,6 +98,17 @@ def test_the_edited_model_is_traced(
     assert "edits" in other.err
 
 
+@pytest.mark.parametrize("prefixes", ["500x2", "64x1", "60x1"])
+def test_prefixes_longer_than_the_context_are_refused(
+    factscope: Run, model: Path, prefixes: str
+) -> None:
+    words = ("--subject", TOWER, "--to", "Rome", *EDIT[2:], "--prefix-lengths", prefixes)
+    result = factscope("edit", CITY, *words, "-m", model)
+    assert (result.code, result.out) == (2, "")
+    assert "64" in result.err
+    assert "Traceback" not in result.err
+
+
 CHAT = "system\nBe brief.\nuser\n{{ messages[0].content }}{{ '\\nassistant\\n' }}"
 
 

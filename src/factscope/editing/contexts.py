@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
-from factscope.errors import BadFact, FactscopeError
+from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
 from factscope.lm.tokens import continuation_ids, encode_fact
@@ -238,6 +238,11 @@ def resolve_prefixes(lm: "LM", settings: PrefixSettings) -> tuple[str, ...]:
     texts: list[str] = []
     for tokens, count in settings.prefix_lengths:
         new = tokens - 1 if settings.prefix_bos_counts else tokens
+        if lm.context is not None and new >= lm.context:
+            raise BadSetting(
+                f"prefix_lengths is {tokens}x{count}, but {lm.name} reads at most {lm.context} "
+                "tokens, prefix and prompt together; give shorter prefixes"
+            )
         rows = generate_ids(lm, [[start]] * count, new, choose, stop=False)
         texts += [lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
     # Braces would be taken for the subject's slot.

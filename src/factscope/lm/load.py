@@ -34,7 +34,7 @@ def load(
     name: str | Path = DEFAULT_MODEL,
     *,
     device: str | torch.device = "auto",
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     device_map: str | dict[str, Any] | None = None,
     check: bool = True,
 ) -> LM:
@@ -43,6 +43,7 @@ def load(
     `device` "auto" is a GPU if there is one. `device_map` spreads the model over several devices,
     as in transformers. `check` tests the family's entry against the model (see `lm.check`).
     """
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise BadSetting(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     target = _target(device, device_map)

@@ -25,6 +25,11 @@ class LM:
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Per-model cache of values derived from the weights, such as fast layers."""
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        family = self.model.config.model_type
+        return f"LM({self.name!r}, {family}, {self.n_layers} layers, {dtype}, {self.device})"
+
     @cached_property
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, first to last."""
