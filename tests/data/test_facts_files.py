@@ -331,3 +331,10 @@ def test_invalid_pararel_tables(tmp_path: Path, text: str, words: str) -> None:
     patterns.write_text(text)
     with pytest.raises(BadFact, match=rf"patterns\.json.*{words}"):
         list(pararel_facts(facts, patterns))
+
+
+def test_paths_may_be_strings(tmp_path: Path) -> None:
+    path = tmp_path / "facts.jsonl"
+    path.write_text('{"subject": "Ann", "prompt": "{} speaks", "target": "Thai"}')
+    assert read_facts(str(path)) == read_facts(path)
+    assert read_cases(str(path)) == read_cases(path)

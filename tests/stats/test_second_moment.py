@@ -281,3 +281,9 @@ def test_the_shipped_file_is_small() -> None:
     files = list(SHIPPED.glob("*.safetensors"))
     assert files
     assert all(file.stat().st_size <= 2_400_000 for file in files)
+
+
+def test_paths_may_be_strings(tmp_path: Path) -> None:
+    path = str(tmp_path / "m.safetensors")
+    save_second_moment(second_moment(), path)
+    assert torch.equal(load_second_moment(path).matrix, second_moment().matrix)

@@ -67,14 +67,16 @@ class CasesFile:
     problems: tuple[str, ...]
 
 
-def read_facts(path: Path) -> FactsFile:
+def read_facts(path: str | Path) -> FactsFile:
     """Read a file of facts."""
-    return FactsFile(*_read_records(path, lambda record, number: _fact(record, number, TARGET)))
+    return FactsFile(
+        *_read_records(Path(path), lambda record, number: _fact(record, number, TARGET))
+    )
 
 
-def read_cases(path: Path) -> CasesFile:
+def read_cases(path: str | Path) -> CasesFile:
     """Read a file of cases: CounterFact, condensed CounterFact, zsRE or a user's own."""
-    return CasesFile(*_read_records(path, _case))
+    return CasesFile(*_read_records(Path(path), _case))
 
 
 # ---- files
@@ -290,9 +292,9 @@ def _texts(record: dict[str, Any], names: Sequence[str]) -> tuple[str, ...]:
 # ---- ParaRel
 
 
-def pararel_facts(facts: Path, patterns: Path) -> Iterator[Fact]:
+def pararel_facts(facts: str | Path, patterns: str | Path) -> Iterator[Fact]:
     """Every pair, in the first pattern of its relation that ends in the object."""
-    pairs, templates = read_relation_table(facts), read_relation_table(patterns)
+    pairs, templates = read_relation_table(Path(facts)), read_relation_table(Path(patterns))
     for relation in sorted(pairs):
         prompt = next(filter(None, map(pararel_prompt, templates.get(relation, []))), None)
         if prompt is None:

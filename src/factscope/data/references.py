@@ -45,8 +45,9 @@ def _lookup(texts: Texts, relation: str | None, target: str) -> tuple[str, ...]:
     return tuple(text for (_, name), group in texts.items() if name == target for text in group)
 
 
-def read_references(path: Path) -> References:
+def read_references(path: str | Path) -> References:
     """Read the paper's snippets or a user's own table."""
+    path = Path(path)
     text = read_text(path)
     if text.startswith("[", _skip_spaces(text, 0)):
         return _parse_snippets(text, path)
@@ -115,9 +116,10 @@ class IdfTable:
     """Word → its index in `idf`."""
 
 
-def read_idf(idf: Path, vocabulary: Path) -> IdfTable:
+def read_idf(idf: str | Path, vocabulary: str | Path) -> IdfTable:
     """Read the paper's idf.npy and tfidf_vocab.json, or files of the same format."""
-    values, indices = read_array(idf), parse_json(read_text(vocabulary), f"{vocabulary} is ")
+    values = read_array(Path(idf))
+    indices = parse_json(read_text(Path(vocabulary)), f"{vocabulary} is ")
     if not isinstance(indices, dict) or set(indices.values()) != set(range(len(indices))):
         raise BadFact(f"{vocabulary} is not a table from words to indices 0, 1, 2, …")
     if values.shape != (len(indices),):

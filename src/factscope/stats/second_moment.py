@@ -167,7 +167,9 @@ VERSION = 2
 """In version 1 the header field `convergence_history` was called `halves`."""
 
 
-def save_second_moment(moment: SecondMoment, path: Path, half_precision: bool = False) -> None:
+def save_second_moment(
+    moment: SecondMoment, path: str | Path, half_precision: bool = False
+) -> None:
     """Write the file atomically; in half precision it takes a quarter of the space."""
     matrix = moment.matrix.detach().float().cpu()
     tensors = _compress(matrix) if half_precision else {"matrix": matrix.contiguous()}
@@ -182,13 +184,14 @@ def save_second_moment(moment: SecondMoment, path: Path, half_precision: bool = 
         "convergence_history": json.dumps(moment.convergence_history),
         "request": moment.request,
     }
-    with atomic_path(path) as temporary:
+    with atomic_path(Path(path)) as temporary:
         # Not safetensors' own save_file: it makes files that only their owner can read.
         temporary.write_bytes(save(tensors, metadata=header))
 
 
-def load_second_moment(path: Path) -> SecondMoment:
+def load_second_moment(path: str | Path) -> SecondMoment:
     """Read a file of either precision, onto the CPU."""
+    path = Path(path)
     header = _read_header(path)
     tensors = load_file(path)
     try:
@@ -256,7 +259,9 @@ def _decompress(tensors: Mapping[str, Tensor]) -> Float[Tensor, "key key"]:
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def find_second_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> SecondMoment | None:
+def find_second_moment(
+    lm: "LM", layer: int, given: Sequence[str | Path] = ()
+) -> SecondMoment | None:
     """The statistics of a layer from the given files or folders, or else from the user's cache or
     those shipped with factscope; None if there are none.
 
@@ -264,7 +269,7 @@ def find_second_moment(lm: "LM", layer: int, given: Sequence[Path] = ()) -> Seco
     """
     paths = [
         file
-        for path in given
+        for path in map(Path, given)
         for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])
     ]
     for path in paths if given else _stored_paths(lm, layer):
