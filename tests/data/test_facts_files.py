@@ -337,4 +337,5 @@ def test_paths_may_be_strings(tmp_path: Path) -> None:
     path = tmp_path / "facts.jsonl"
     path.write_text('{"subject": "Ann", "prompt": "{} speaks", "target": "Thai"}')
     assert read_facts(str(path)) == read_facts(path)
+    path.write_text('{"subject": "Ann", "prompt": "{} speaks", "to": "Thai", "true": "Lao"}')
     assert read_cases(str(path)) == read_cases(path)
