@@ -416,7 +416,8 @@ def _fits(x: Any, kind: Any) -> bool:
         kinds = args[:1] * len(x) if args[1:] == (...,) and isinstance(x, tuple) else args
         return isinstance(x, tuple) and len(x) == len(kinds) and all(map(_fits, x, kinds))
     if origin is Sequence:
-        return isinstance(x, Sequence) and all(_fits(item, args[0]) for item in x)
+        several = isinstance(x, Sequence) and not isinstance(x, str)
+        return several and all(_fits(item, args[0]) for item in x)
     if kind in (int, float):
         number = Integral if kind is int else Real
         return isinstance(x, number) and not isinstance(x, bool) and math.isfinite(x)

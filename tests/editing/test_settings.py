@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import factscope
+from factscope.editing.defaults import resolve_second_moment
 from factscope.editing.edit import Edit
 from factscope.editing.editor import BoundEditor, Editor
 from factscope.editing.settings import (
@@ -29,11 +31,12 @@ from factscope.editing.settings import (
     describe_second_moment,
     editor,
 )
-from factscope.errors import BadFact, BadSetting, FactscopeError
+from factscope.errors import BadFact, BadSetting, BadStats, FactscopeError
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.progress import Progress
 from factscope.settings import build
+from factscope.stats.second_moment import file_name, save_second_moment
 
 from editing_facts import FACTS, random_moment, text_lm
 
@@ -194,3 +197,15 @@ def test_a_missing_method_of_the_bound_editor_is_an_error(name: str) -> None:
     del methods[name]
     with pytest.raises(TypeError, match=f"abstract method '?{name}"):
         type("Incomplete", (BoundEditor,), methods)()
+
+
+def test_statistics_may_be_given_as_text_paths(tmp_path: Path) -> None:
+    lm = text_lm("gpt2")
+    moment, path = random_moment(lm, 1), tmp_path / file_name(1)
+    save_second_moment(moment, path)
+    for given in ([str(path)], [path], [str(tmp_path)]):
+        found = resolve_second_moment(lm, 1, given)
+        assert found is not None
+        assert torch.equal(found.matrix, moment.matrix)
+    with pytest.raises(BadStats):  # and no other statistics are used instead
+        resolve_second_moment(lm, 0, [str(path)])

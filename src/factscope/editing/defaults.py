@@ -218,7 +218,10 @@ def resolve_second_moment(
     for moment in given:
         if isinstance(moment, SecondMoment) and moment.layer == layer:
             return resolve_second_moment(lm, layer, moment)
-    found = find_second_moment(lm, layer, [x for x in given if isinstance(x, Path)])
+    for wrong in (x for x in given if not isinstance(x, SecondMoment | str | Path)):
+        raise BadSetting(f"second_moment has {wrong!r}; give second moments, or files or folders")
+    paths = [Path(x) for x in given if isinstance(x, str | Path)]
+    found = find_second_moment(lm, layer, paths)
     if found is None:
         raise BadSetting(
             f"there are no statistics of layer {layer} of {lm.name}; collect them once with "

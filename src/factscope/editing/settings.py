@@ -52,7 +52,7 @@ TargetPositions = Literal["each-token", "last-position"]
 or all of them at the last position of the prompt."""
 
 SecondMomentSetting: TypeAlias = (
-    "SecondMoment | Sequence[SecondMoment] | Sequence[Path] | Literal['find', 'identity']"
+    "SecondMoment | Sequence[SecondMoment] | Sequence[str | Path] | Literal['find', 'identity']"
 )
 """C = E[k kᵀ]: a value; one per layer; files or folders to search; "find" to search the usual
 folders; "identity" for none (C = I)."""
