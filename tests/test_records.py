@@ -195,3 +195,20 @@ def test_a_trace_is_short_in_a_terminal_and_a_heat_map_in_a_notebook() -> None:
 def test_paths_may_be_strings(tmp_path: Path) -> None:
     write_records(str(tmp_path / "records.jsonl"), [TRACE])
     assert list(read_trace_records(str(tmp_path / "records.jsonl"))) == [TRACE]
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "value"),
+    [
+        (TRACE, "model", None), (TRACE, "clean", "x"), (TRACE, "tokens", "The"),
+        (TRACE, "subject", [0]), (TRACE, "restored", {"states": [[0.1], "x"]}),
+        (TRACE, "known", 1), (EDIT, "prompts", [{"kind": "prompt"}]), (EDIT, "checks", []),
+        (CASE, "protocol", "daily"), (CASE, "before", [1]), (CASE, "step", 1.5),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_is_refused(
+    record: CaseRecord | EditRecord | TraceRecord, field: str, value: object
+) -> None:
+    fields = json.loads(record.to_json()) | {field: value}
+    with pytest.raises(BadRecord, match=f"not a record of kind {record.KIND!r}"):
+        type(record).from_json(json.dumps(fields))

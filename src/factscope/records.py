@@ -15,8 +15,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
@@ -24,17 +26,17 @@ from factscope.io import check_json, parse_json, write_atomic
 
 VERSION = 2  # of the record format
 
-# Field names of version 1 → today's, by the object that has them.
-RENAMED = {
-    "edit": {"health": "checks", "places": "changed_weights"},
-    "case": {"health": "checks", "moment": "phase"},
-    "training": {
+# Field names of version 1 → today's, by the class that has them.
+RENAMED: dict[str, dict[str, str]] = {
+    "EditRecord": {"health": "checks", "places": "changed_weights"},
+    "CaseRecord": {"health": "checks", "moment": "phase"},
+    "TrainingRecord": {
         "trained": "train_loss", "before": "unedited_loss", "edit": "edit_loss",
         "rephrased": "rephrase_loss", "local": "locality_loss", "said": "edit_accuracy",
         "said_rephrased": "rephrase_accuracy", "kept": "locality_accuracy",
     },
-    "scores": {"tokens": "token_correct", "reference": "reference_similarity"},
-    "prompt": {"new_right": "new_correct", "true_right": "true_correct"},
+    "CaseScores": {"tokens": "token_correct", "reference": "reference_similarity"},
+    "PromptScore": {"new_right": "new_correct", "true_right": "true_correct"},
 }  # fmt: skip
 
 KINDS = ("states", "mlp", "attn")
@@ -88,23 +90,55 @@ class Record:
             implied = version == 1 and kind is None and cls.KIND in ("trace", "training")
             if kind != cls.KIND and not implied:
                 raise ValueError(f"its kind is {kind!r}")
-            fields = _renamed(cls.KIND, fields)
-            if "fact" in fields:
-                fields["fact"] = Fact(**fields["fact"])
-            return cls(**cls._parse(fields))
+            if cls.NAN_AS_NULL:
+                nan = {f.name for f in dataclasses.fields(cls) if f.type is float}
+                fields = {n: math.nan if x is None and n in nan else x for n, x in fields.items()}
+            return decode(fields, cls)
         except (ValueError, KeyError, TypeError, AttributeError, BadFact) as error:
             start = line[:80] if isinstance(line, str) else line[:80].decode(errors="replace")
             raise BadRecord(f"not a record of kind {cls.KIND!r} ({error}): {start!r}") from error
 
-    @classmethod
-    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Turn lists and objects of JSON into the types of the fields."""
-        return fields
+
+T = TypeVar("T")
 
 
-def _renamed(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    names = RENAMED.get(kind, {})
-    return {names.get(name, name): value for name, value in fields.items()}
+def decode(value: Any, kind: type[T]) -> T:
+    """A value of JSON as an annotated type, such as a dataclass; ValueError if it does not fit."""
+    return _decode(value, kind, kind.__name__)
+
+
+def _decode(value: Any, kind: Any, name: str) -> Any:
+    """`name` is that of the field, for the message."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        kind = args[0]  # of T | None, the only union in records
+        return None if value is None else _decode(value, kind, name)
+    hints = _hints(kind)
+    if hints is not None and isinstance(value, dict):
+        names = RENAMED.get(kind.__name__, {})
+        fields = {str(names.get(f, f)): x for f, x in value.items()}
+        return kind(**{f: _decode(x, hints.get(f, Any), f) for f, x in fields.items()})
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _decode(x, args[1], name) for key, x in value.items()}
+    if origin is tuple and isinstance(value, list):
+        if len(value) > 0 and set(map(type, value)) <= PLAIN.get(args[0], set()):
+            return tuple(value)  # a short cut for rows of numbers, most of a record
+        kinds = args[:1] * len(value) if args[1:] == (...,) else args
+        return tuple(_decode(x, kind, name) for x, kind in zip(value, kinds, strict=True))
+    if kind is float and type(value) in (float, int):
+        return float(value)
+    if kind is Any or type(value) is kind or (origin is Literal and value in args):
+        return value
+    raise ValueError(f"{name} is {value!r}")
+
+
+PLAIN: dict[Any, set[type]] = {float: {float}, float | None: {float, NoneType}}
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any] | None:
+    """The annotations of a dataclass; None for other types."""
+    return get_type_hints(kind) if dataclasses.is_dataclass(kind) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +207,6 @@ class TraceRecord(Record):
                 rows += f"<tr><th>{html.escape(token)}</th>{cells}</tr>"
             parts.append(f"<table><caption>{kind}, by layer</caption>{rows}</table>")
         return "".join(parts)
-
-    @classmethod
-    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        for name in ("restored", "severed", "gradients"):
-            fields[name] = {kind: as_cell_table(rows) for kind, rows in fields[name].items()}
-        for name in ("tokens", "subject", "corrupted_samples"):
-            fields[name] = tuple(fields[name])
-        return fields
 
 
 def _cells(tables: Iterable[CellTable]) -> Iterator[float]:
@@ -266,19 +292,6 @@ class EditRecord(Record):
         """The prompts of one kind."""
         return [prompt for prompt in self.prompts if prompt.kind == kind]
 
-    @classmethod
-    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        fields["changed_weights"] = tuple(
-            ChangedWeight(**{**weight, "shape": tuple(weight["shape"])})
-            for weight in fields["changed_weights"]
-        )
-        for prompt in fields["prompts"]:
-            for name in ("before", "after"):
-                prompt[name] = Prediction(**prompt[name])
-        fields["prompts"] = tuple(PromptChange(**prompt) for prompt in fields["prompts"])
-        fields["generations"] = tuple(Generation(**g) for g in fields["generations"])
-        return fields
-
 
 Protocol = Literal["single", "sequential", "batch"]
 """Each edit on a fresh model; one edit after another on the same model; or one edit of many
@@ -311,20 +324,6 @@ class CaseScores:
     """Generated texts, each with its generation prompt."""
     reference_similarity: float | None = None
     """Cosine of the TF-IDF vectors of the generated texts and the reference texts (RS)."""
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "CaseScores":
-        """The scores as parsed from JSON."""
-        fields = _renamed("scores", fields)
-        return cls(
-            prompts={
-                kind: tuple(PromptScore(**_renamed("prompt", score)) for score in scores)
-                for kind, scores in fields["prompts"].items()
-            },
-            token_correct={kind: tuple(x) for kind, x in fields["token_correct"].items()},
-            texts=tuple(fields["texts"]),
-            reference_similarity=fields["reference_similarity"],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,13 +358,6 @@ class CaseRecord(Record):
         """Whether the edit failed."""
         return self.error is not None
 
-    @classmethod
-    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        for name in ("before", "after"):
-            if fields[name] is not None:
-                fields[name] = CaseScores.from_dict(fields[name])
-        return fields
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord(Record):
@@ -385,13 +377,6 @@ class TrainingRecord(Record):
     edit_accuracy: float  # how often every token of the new object is the most likely one
     rephrase_accuracy: float  # the same for a paraphrase of the prompt
     locality_accuracy: float  # fraction of most likely tokens unchanged on the locality prompt
-
-    @classmethod
-    def _parse(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: math.nan if value is None and name != "train_loss" else value
-            for name, value in fields.items()
-        }
 
 
 def write_records(path: str | Path, records: Iterable[Record]) -> None:

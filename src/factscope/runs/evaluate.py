@@ -25,7 +25,7 @@ from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case
 from factscope.io import cache_folder, sha256, write_atomic
 from factscope.progress import Progress, no_progress, split
-from factscope.records import VERSION, CaseRecord, CaseScores, Protocol
+from factscope.records import VERSION, CaseRecord, CaseScores, Protocol, decode
 from factscope.runs.folder import RunFolder, locks_folder, run_info
 from factscope.settings import check
 
@@ -350,7 +350,7 @@ class UneditedScores:
         try:
             entries = json.loads(self._path(cases).read_text("utf-8"))
             scores = [
-                FactscopeError(entry) if isinstance(entry, str) else CaseScores.from_dict(entry)
+                FactscopeError(entry) if isinstance(entry, str) else decode(entry, CaseScores)
                 for entry in entries
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
