@@ -159,8 +159,9 @@ METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationD
 """Neither date nor version: the same records give the same file."""
 
 
-def save_figure(fig: Figure, path: Path) -> None:
+def save_figure(fig: Figure, path: str | Path) -> None:
     """Write the figure in the format of the path's suffix."""
+    path = Path(path)
     kind = path.suffix.lstrip(".").lower()
     if kind not in FIGURE_FORMATS:
         known = ", ".join(f".{name}" for name in FIGURE_FORMATS)
