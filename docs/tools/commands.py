@@ -19,8 +19,8 @@ PAGE = Path(__file__).parents[1] / "commands.md"
 HEAD = """# Commands
 
 Every command with its arguments and flags, as `factscope COMMAND --help` lists them. This page is \
-generated from the commands (`make commands`); the [tutorial](tutorial.md) explains what they are \
-for.
+generated from the commands (`make commands`); the [user guide](tutorial.md) explains what they \
+are for.
 
 """
 METHODS = """## Settings of the methods
@@ -99,7 +99,9 @@ def flags(s: Setting) -> str:
     if s.switch:
         return f"`--{s.name}`" + (f", `--no-{s.name}`" if s.default else "")
     short = f", `-{s.flag.short}`" if s.flag.short else ""
-    return f"`--{s.name} {metavar(s)}`{short}"
+    # GitHub splits a table cell at "|", also within code.
+    values = metavar(s).replace("|", "` or `")
+    return f"`--{s.name} {values}`{short}"
 
 
 def argument(s: Setting) -> str:
