@@ -246,7 +246,7 @@ def metavar(s: Setting) -> str:
     for kind in s.types:
         if get_origin(kind) is Literal:
             parts += map(str, get_args(kind))
-        elif kind is not NoneType and kind is not object:
+        elif kind not in (NoneType, object) and not (kind is str and Path in s.types):
             parts.append(names.get(kind, "TEXT"))
     name = "CHOICE" if s.choices else "TEXT" if s.flag.parse is not None else "|".join(parts)
     return name + ("…" if s.repeated else "")
