@@ -171,8 +171,10 @@ class Setting:
         words = list(given) if isinstance(given, list | tuple) else [given]
         if self.element not in (Path, str):  # a comma may be part of a file name or a prompt
             words = [w.strip() for word in words for w in str(word).split(",") if w.strip()]
-        if words in (["none"], [None]):
+        if words in (["none"], [None]) and not self.required:
             return None if NoneType in _members(self.type) else ()
+        if not words and given not in ([], ()):
+            raise self.bad(given, self.expected)
         if self.element is int:
             return tuple(sorted({layer for word in words for layer in self._range(word)}))
         return tuple(self._value(word) for word in words)

@@ -158,6 +158,11 @@ def test_without_a_command_an_edit_is_written(run, words: tuple[str, ...]) -> No
         ("trace x --subject x --rng per_fact", "--rng is 'per_fact'; choose from per-fact, paper"),
         ("trace x --subject x --occurrence 2", "--occurrence is 2, but the subject 'x' occurs 1"),
         ("trace x --subject x --max-memory inf", "--max-memory is 'inf'; write a size"),
+        ("trace x --subject x --kinds none", "--kinds is none, and so is sever; choose from stat"),
+        ("trace x --subject x --kinds=", "--kinds is ''; choose from states, mlp, attn"),
+        ("trace x --subject x --model=", "the folder . has no config.json"),
+        ("stats --layers none", "--layers is 'none'; write 5, 3-8 or 3,5,8"),
+        ("stats --layers=", "--layers is ''; give a whole number"),
         ("trace x --dtype float8", "--dtype is 'float8'; choose from float32, tf32"),
         ("trace --facts x --out", "--out needs a value: Figure"),
         ("edit x --method kn --max-neurons 0", "--max-neurons is 0; give 1 or more"),
@@ -271,6 +276,13 @@ def test_an_escaped_error_is_one_line(
     assert (found, out) == (code, "")
     assert err.startswith(f"factscope: {message}")
     assert err.count("\n") == 1
+
+
+def test_a_loop_of_links_is_one_line(run, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    code, out, err = run("edit", "show", str(tmp_path / "loop"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "loop" in err
 
 
 def test_other_errors_keep_their_traceback(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,8 @@ def run(words: Sequence[str]) -> int:
     except RuntimeError as error:
         from factscope.lm.memory import is_out_of_memory
 
+        if str(error).startswith("Symlink loop"):  # Path.resolve before Python 3.13
+            return _failed(f"{error}; give another path", BadInput.exit_code)
         if not is_out_of_memory(error):
             raise
         return _failed(OUT_OF_MEMORY, OutOfMemory.exit_code)

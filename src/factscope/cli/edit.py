@@ -393,7 +393,9 @@ class EditedModel(ModelOptions):
         """The given name, or that of the edits' model."""
         from factscope.lm.sources import DEFAULT_MODEL
 
-        return self.model or (edits[0].model if edits else DEFAULT_MODEL)
+        if self.model is not None:
+            return self.model
+        return edits[0].model if edits else DEFAULT_MODEL
 
     def load_for(self, edits: "Sequence[Edit]") -> "LM":
         """The model of the edits."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from factscope.errors import BadSetting
 from factscope.records import KINDS
 from factscope.settings import INTERNAL, Flag, Seed, check
 
@@ -86,7 +87,10 @@ class Tracing:
     """A fact counts as known if the answer is the target's first token, or, as in the paper's code,
     if the answer token alone spells the whole target."""
 
-    __post_init__ = check
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.kinds and not self.sever:
+            raise BadSetting(f"kinds is none, and so is sever; choose from {', '.join(KINDS)}")
 
     @property
     def contributions(self) -> list[str]:
