@@ -251,7 +251,7 @@ class BuildOptions(Options):
     out: Annotated[Path, Flag(short="o")]
     """File for the records (JSON)."""
     text: Path | None = None
-    """Articles, separated by blank lines: unrelated sentences before paraphrases, and references."""
+    """Articles, separated by blank lines: for sentences before paraphrases, and for references."""
     references_out: Path | None = None
     """File for the reference texts (JSON); needs --text."""
     wikidata: bool = False
