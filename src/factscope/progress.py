@@ -1,6 +1,8 @@
 """Progress callbacks: long work reports the fraction of it that was just done."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,6 +12,23 @@ Progress = Callable[[float], None]
 
 def no_progress(fraction: float) -> None:
     """Ignore progress."""
+
+
+@contextmanager
+def shown(progress: Progress | None) -> Iterator[Progress]:
+    """The given callback; without one, a progress bar in a notebook and nothing elsewhere."""
+    if progress is not None or "ipykernel" not in sys.modules:
+        yield progress or no_progress
+        return
+    from tqdm import tqdm
+
+    columns = "{percentage:3.0f}%|{bar}| {elapsed} < {remaining}"
+    with tqdm(total=1.0, delay=1, leave=False, bar_format=columns) as bar:
+
+        def report(fraction: float) -> None:
+            bar.update(fraction)
+
+        yield report
 
 
 @dataclass

@@ -247,6 +247,7 @@ def test_from_model_leaves_the_given_tokenizer_unchanged() -> None:
 def test_torch_dtypes_and_a_short_repr(saved: Path) -> None:
     lm = load(str(saved), dtype=torch.bfloat16, device="cpu")
     assert repr(lm) == f"LM({str(saved)!r}, gpt2, 3 layers, bfloat16, cpu)"
+    assert lm._repr_html_().startswith("<code>LM(")
 
 
 # ---- names

@@ -287,3 +287,9 @@ def test_paths_may_be_strings(tmp_path: Path) -> None:
     path = str(tmp_path / "m.safetensors")
     save_second_moment(second_moment(), path)
     assert torch.equal(load_second_moment(path).matrix, second_moment().matrix)
+
+
+def test_a_second_moment_is_short_in_a_terminal_and_a_notebook() -> None:
+    moment = second_moment(torch.eye(3), layer=2, tokens=12345, corpus="<text>")
+    assert repr(moment) == f"SecondMoment({moment.model}, layer 2: 3 × 3, 12,345 tokens of <text>)"
+    assert moment._repr_html_().endswith("tokens of &lt;text&gt;)</code>")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from factscope.errors import BadFact, FactscopeError
 from factscope.facts import Fact
-from factscope.progress import Progress, no_progress
+from factscope.progress import Progress, no_progress, shown
 from factscope.settings import check
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ class Editor(ABC):
         )
 
     def __call__(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress | None = None
     ) -> "Edit":
-        """One edit for all facts."""
+        """One edit for all facts. Notebooks show a progress bar by default."""
         _check_facts(facts)
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
-        return self.bind(lm, facts).edit(facts, progress)
+        with shown(progress) as report:
+            return self.bind(lm, facts).edit(facts, report)
 
     def attempt(
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
@@ -93,10 +94,11 @@ class Editor(ABC):
         return self.bind(lm, facts).attempt(facts, progress)
 
     def each(
-        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
+        self, lm: "LM", facts: Sequence[Fact], *, progress: Progress | None = None
     ) -> "list[Edit]":
         """An edit for each fact on its own; raises the first error."""
-        return raise_first_error(self.attempt(lm, facts, progress=progress))
+        with shown(progress) as report:
+            return raise_first_error(self.attempt(lm, facts, progress=report))
 
 
 def _check_facts(facts: object) -> None:

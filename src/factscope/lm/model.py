@@ -1,6 +1,7 @@
 """LM: a model with its tokenizer and access to its embedding, blocks, MLPs and head."""
 
 import hashlib
+import html
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,9 @@ class LM:
         dtype = str(self.dtype).removeprefix("torch.")
         family = self.model.config.model_type
         return f"LM({self.name!r}, {family}, {self.n_layers} layers, {dtype}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
 
     @cached_property
     def blocks(self) -> list[nn.Module]:

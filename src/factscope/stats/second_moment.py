@@ -11,6 +11,7 @@ That changes the eigenvalues of R by about 1e-3, so a C closer to singular than 
 Files are looked up among those given, in the user's cache, and among those that factscope ships.
 """
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SecondMoment:
     """The uncentred second moment of a layer's keys, and its origin."""
 
@@ -54,6 +55,15 @@ class SecondMoment:
         default_factory=dict, init=False, repr=False
     )
     """Cholesky factors of C by ridge and device."""
+
+    def __repr__(self) -> str:
+        return (
+            f"SecondMoment({self.model}, layer {self.layer}: {self.width} × {self.width}, "
+            f"{self.tokens:,} tokens of {self.corpus})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
 
     @property
     def width(self) -> int:

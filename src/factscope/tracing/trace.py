@@ -29,7 +29,7 @@ from factscope.lm.generate import generate_greedy
 from factscope.lm.memory import Budget, is_out_of_memory
 from factscope.lm.model import LM
 from factscope.lm.tokens import Prompt, continuation_ids, decode_continuation, encode_fact
-from factscope.progress import NestedProgress, Progress, no_progress
+from factscope.progress import NestedProgress, Progress, no_progress, shown
 from factscope.records import CellTable, TraceRecord, as_cell_table
 from factscope.tracing.corruption import (
     NoiseScale,
@@ -335,19 +335,20 @@ def trace(
     answer: str | None = None,
     scale: NoiseScale | None = None,
     memory: int | None = None,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
 ) -> TraceRecord:
     """Trace one fact, whether the model knows it or not.
 
     `answer` is the text whose probability is traced, by default the most likely next token.
-    `memory` bounds the bytes used beside the model.
+    `memory` bounds the bytes used beside the model. Notebooks show a progress bar by default.
     """
     settings = settings or Tracing()
     scale = scale or default_noise_scale(lm, settings.corruption, [fact])
     answers = clean_answers(lm, [fact], settings)
     if answer is not None:
         answers = [given_answer(lm, answers[0], answer)]
-    return trace_batch(lm, answers, settings, scale, Budget.of(lm, memory), progress)[0]
+    with shown(progress) as report:
+        return trace_batch(lm, answers, settings, scale, Budget.of(lm, memory), report)[0]
 
 
 LOOKAHEAD = 128
@@ -362,7 +363,7 @@ def trace_many(
     scale: NoiseScale | None = None,
     memory: int | None = None,
     finished: Collection[Fact] = (),
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
 ) -> Iterator[TraceRecord]:
     """Trace many facts, those of similar length together; yield records as they are finished.
 
@@ -374,20 +375,21 @@ def trace_many(
     settings = settings or Tracing()
     scale = scale or default_noise_scale(lm, settings.corruption, facts)
     budget = Budget.of(lm, memory)
-    progress(sum(fact in finished for fact in facts) / max(1, len(facts)))
-    for start in range(0, len(facts), LOOKAHEAD):
-        group = facts[start : start + LOOKAHEAD]
-        if all(fact in finished for fact in group):
-            continue
-        answers = [a for a in clean_answers(lm, group, settings) if a.fact not in finished]
-        for answer in answers:
-            if not answer.known:
-                yield _record(lm, answer, (), settings.to_dict())
-                progress(1 / len(facts))
-        known = [answer for answer in answers if answer.known]
-        for batch in batches_by_length(lm, known, settings, budget):
-            yield from trace_batch(lm, batch, settings, scale, budget)
-            progress(len(batch) / len(facts))
+    with shown(progress) as report:
+        report(sum(fact in finished for fact in facts) / max(1, len(facts)))
+        for start in range(0, len(facts), LOOKAHEAD):
+            group = facts[start : start + LOOKAHEAD]
+            if all(fact in finished for fact in group):
+                continue
+            answers = [a for a in clean_answers(lm, group, settings) if a.fact not in finished]
+            for answer in answers:
+                if not answer.known:
+                    yield _record(lm, answer, (), settings.to_dict())
+                    report(1 / len(facts))
+            known = [answer for answer in answers if answer.known]
+            for batch in batches_by_length(lm, known, settings, budget):
+                yield from trace_batch(lm, batch, settings, scale, budget)
+                report(len(batch) / len(facts))
 
 
 def batches_by_length(
@@ -415,23 +417,24 @@ def find_known(
     *,
     max_new_tokens: int = 10,
     batch_size: int = 64,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Fact, str]]:
     """The facts that a model knows (App. B.1), each with the text that the model generates.
 
     The model continues a prompt greedily. If its text names the right object before any other
     capitalised word, the fact is known, and the prompt to trace is everything up to the object.
     """
-    for start in range(0, len(facts), batch_size):
-        batch = facts[start : start + batch_size]
-        texts = generate_greedy(lm, [fact.text for fact in batch], max_new_tokens)
-        for fact, text in zip(batch, texts, strict=True):
-            if fact.target is None:
-                raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
-            before = text_before_target(fact.target, text)
-            if before is not None and SUBJECT_SLOT not in before:
-                yield replace(fact, prompt=(fact.prompt + before).rstrip()), text
-        progress(len(batch) / len(facts))
+    with shown(progress) as report:
+        for start in range(0, len(facts), batch_size):
+            batch = facts[start : start + batch_size]
+            texts = generate_greedy(lm, [fact.text for fact in batch], max_new_tokens)
+            for fact, text in zip(batch, texts, strict=True):
+                if fact.target is None:
+                    raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
+                before = text_before_target(fact.target, text)
+                if before is not None and SUBJECT_SLOT not in before:
+                    yield replace(fact, prompt=(fact.prompt + before).rstrip()), text
+            report(len(batch) / len(facts))
 
 
 def text_before_target(target: str, text: str) -> str | None:
