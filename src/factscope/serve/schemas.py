@@ -5,10 +5,8 @@ a dict of setting names (those of the command line's flags) and values, and `des
 lists names, defaults, choices and help texts for the page's forms.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from annotated_types import Ge
@@ -72,18 +70,12 @@ def describe_settings(base: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     return controls
 
 
-def apply_settings(base: T, names: Sequence[str], given: Mapping[Any, Any]) -> T:
-    """The base with the given settings; the named settings must be finite."""
+def apply_settings(base: T, given: Mapping[Any, Any]) -> T:
+    """The base with the given settings."""
     try:
-        changed = build(base, given)
+        return build(base, given)
     except BadSetting as error:
         raise BadSetting(str(error).removeprefix("--")) from None  # no flags on the page
-    known = settings_of(base)
-    for name in names:
-        value = attrgetter(".".join(known[name].path))(changed)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise BadSetting(f"{name} is {value}; give a finite number")  # JSON has no infinity
-    return changed
 
 
 class Body(BaseModel):
@@ -124,7 +116,7 @@ class TraceBody(FactBody):
 
     def tracing(self, limits: ServerLimits) -> Tracing:
         """The settings that compute these tables."""
-        given = apply_settings(default_tracing(limits), TRACE_SETTINGS, self.settings)
+        given = apply_settings(default_tracing(limits), self.settings)
         if (samples := given.corruption.samples) > limits.max_samples:
             raise LimitExceeded(f"samples is {samples}; give at most {limits.max_samples}")
         tables = self.table_names()
@@ -169,7 +161,7 @@ class EditBody(FactBody):
             layer = {"layers": None if self.layer is None else (self.layer,)}
         second_moment = "identity" if self.without_statistics else None
         base = editor(self.method, second_moment=second_moment, **layer)
-        return apply_settings(base, EDIT_SETTINGS, self.settings)
+        return apply_settings(base, self.settings)
 
 
 class PredictBody(Body):
