@@ -429,3 +429,19 @@ def test_a_sweep_is_reported_alone(run: Run, factscope: Run) -> None:
     )
     assert_refused(factscope("report", "a", "b"), "one sweep, one training, or evaluations only")
     assert_refused(factscope("report", "a", "--cases", "1"), "do not apply to a sweep")
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("", "has no grid"),
+        ("grid = 3", "has no grid"),
+        ("[grid]\nlayer = 3", "sweeps layer over 3"),
+        ("[grid]\nlayer = [[1], 2]", r"sweeps layer over \[\[1\], 2\]"),
+        ("[grid]\ndepth = [1]", "'depth', which is not among layer"),
+    ],
+)
+def test_a_sweep_with_a_damaged_grid_is_refused(tmp_path: Path, grid: str, message: str) -> None:
+    (tmp_path / "spec.toml").write_text(f'command = "sweep"\n{grid}\n')
+    with pytest.raises(BadRunFolder, match=message):
+        read_sweep(tmp_path)

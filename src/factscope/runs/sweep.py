@@ -109,11 +109,17 @@ class SweepRun:
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep folder, finished or not. No torch."""
     spec = RunFolder.open(path).spec()
-    grid = spec.get("grid", {})
-    if not grid:
+    grid = spec.get("grid")
+    if not isinstance(grid, dict) or not grid:
         raise BadRunFolder(
             f"{path / 'spec.toml'} has no grid; `factscope sweep --out` creates a sweep"
         )
+    for axis, values in grid.items():
+        if not isinstance(values, list) or not all(isinstance(x, Setting) for x in values):
+            raise BadRunFolder(
+                f"{path / 'spec.toml'} sweeps {axis} over {values!r}, which is not a list of "
+                "numbers and texts; correct the file"
+            )
     if unknown := [axis for axis in grid if axis not in AXES]:
         raise BadRunFolder(
             f"{path / 'spec.toml'} sweeps {unknown[0]!r}, which is not among {', '.join(AXES)}; "
@@ -138,9 +144,9 @@ def read_sweep(path: Path) -> Sweep:
     by_fact = {record.fact: record for record in records if record.before}
     unedited = [row for row in summarize(by_fact.values()) if not row.edited]
     return Sweep(
-        model=records[0].model if records else str(spec["model"]),
-        data=str(spec["data"]),
-        method=str(spec["method"]),
+        model=records[0].model if records else str(spec.get("model")),
+        data=str(spec.get("data")),
+        method=str(spec.get("method")),
         grid={axis: grid[axis] for axis in AXES if axis in grid},
         points=tuple(points),
         unedited=unedited[0] if unedited else None,
