@@ -154,13 +154,9 @@ def test_the_unedited_model_is_scored_once_for_all_methods(
         evaluated(run_of(model, tmp_path, scoring=ScoringOptions(length=12)), lm, tmp_path / "c")
 
 
-@pytest.mark.parametrize(
-    ("protocol", "counts"),
-    # Two cases are scored together under the edit of a batch, and at the end of a sequence.
-    [("single", [0, 1, 2]), ("batch", [0, 2]), ("sequential", [0, 1, 2, 3, 5])],
-)
+@pytest.mark.parametrize("protocol", ["single", "batch", "sequential"])
 def test_progress_moves_inside_a_case_and_records_appear_case_by_case(
-    protocol: str, counts: list[int], model: Path, lm: LM, tmp_path: Path
+    protocol: str, model: Path, lm: LM, tmp_path: Path
 ) -> None:
     run = run_of(model, tmp_path, "rome", cases=3, protocol=protocol)
     fractions: list[float] = []
@@ -170,10 +166,10 @@ def test_progress_moves_inside_a_case_and_records_appear_case_by_case(
         fractions.append(fraction)
         written.append(_lines(tmp_path / "run" / "records.jsonl"))
 
-    evaluated(run, lm, tmp_path / "run", progress=watch)
+    records = evaluated(run, lm, tmp_path / "run", progress=watch)
     assert min(fractions) > 0
     assert sum(fractions) == pytest.approx(1)
-    assert all(written.count(count) >= 5 for count in counts)
+    assert all(written.count(n) >= 5 for n in range(len(records)))
 
 
 def test_a_resumed_run_reports_finished_cases_at_once(model: Path, lm: LM, tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 GPU_CASES = 64
 """Cases that a GPU edits and scores together: it needs large batches to be fast. A CPU handles them
-one by one, so that an interrupt loses one case. Where it only scores (batch and sequential edits),
-it takes two at once, which generates texts a quarter faster."""
+one by one, so that an interrupt loses one case."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +164,7 @@ class EvaluateRun:
         from factscope.lm.accel import on_gpu
 
         unedited = UneditedScores(lm, self.scoring, self.references)
-        size = 4
-        if lm.device.type == "cpu":
-            size = 1 if self.protocol == "single" else 2
+        size = 1 if lm.device.type == "cpu" else 4
         if on_gpu(lm) if executor is None else executor.on_gpu:
             size = GPU_CASES
         if self.protocol == "sequential":
