@@ -160,7 +160,7 @@ def test_without_a_command_an_edit_is_written(run, words: tuple[str, ...]) -> No
         ("trace x --subject x --max-memory inf", "--max-memory is 'inf'; write a size"),
         ("trace x --subject x --kinds none", "--kinds is none, and so is sever; choose from stat"),
         ("trace x --subject x --kinds=", "--kinds is ''; choose from states, mlp, attn"),
-        ("trace x --subject x --model=", "the folder . has no config.json"),
+        ("trace x --subject x --model=", "--model is empty; give"),
         ("stats --layers none", "--layers is 'none'; write 5, 3-8 or 3,5,8"),
         ("stats --layers=", "--layers is ''; give a whole number"),
         ("trace x --dtype float8", "--dtype is 'float8'; choose from float32, tf32"),

@@ -77,6 +77,8 @@ class ModelOptions:
         """The model, with a spinner while it loads."""
         from factscope.lm.load import load
 
+        if not self.model:
+            raise BadSetting("--model is empty; give a short name, a hub id, a folder or a file")
         device, placement = device or self.device, self.device_map
         with doing(f"loading {self.model}"):
             return load(self.model, device=device, dtype=self.dtype, device_map=placement)
