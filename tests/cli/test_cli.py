@@ -14,7 +14,7 @@ from factscope.cli.app import main
 from factscope.facts import Fact
 from factscope.records import KINDS, TraceRecord, read_trace_records
 
-from commands import Result, Run, runner, saved_model
+from commands import Result, Run
 from families import LAYERS
 from tokenizers_ import tokenizer
 
@@ -25,20 +25,6 @@ FACTS = [
     {"subject": "Space Needle", "prompt": "The {} is located in the city of"},
     {"subject": "Victor Hugo", "prompt": "The mother tongue of {} is"},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny GPT-2."""
-    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def factscope(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
-    """Run a command in an empty folder, without a network; lines are not wrapped."""
-    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Run, runner, saved_model
+from commands import Run
 
 CITY = "The Eiffel Tower is located in the city of"
 TOWER = "The Eiffel Tower"
@@ -14,20 +14,6 @@ EDIT = (
     "--prefix-lengths", "none", "--steps", 5, "--lr", 0.1, "--token", "last", "--stats", "none",
     "--force",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny GPT-2."""
-    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def factscope(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
-    """Run a command in an empty folder, without a network."""
-    return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
 
 @pytest.fixture

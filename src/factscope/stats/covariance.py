@@ -62,7 +62,6 @@ def collect(
     layers = sorted(set(layers))
     if not layers or layers[0] < 0 or layers[-1] >= lm.n_layers:
         raise BadSetting(f"layers is {layers}; {lm.name} has layers 0 to {lm.n_layers - 1}")
-    threshold = settings.convergence
     spec = {
         "model": lm.fingerprint,
         "layers": layers,
@@ -70,7 +69,7 @@ def collect(
         "batch_size": settings.batch_size,
         "corpus": corpus,
         "shard": settings.shard,
-        "convergence": threshold,
+        "convergence": settings.convergence,
     }
     checkpoint = _PartialFile(partial, spec, save_interval)
     sums = checkpoint.load() or RunningSums(history={layer: [] for layer in layers})
@@ -85,26 +84,9 @@ def collect(
         reported = max(reached, reported)
 
     report(sums.tokens)
-    comparison_due = float(FIRST_COMPARISON)
     remaining = shard_of(sequences, settings, skip=sums.sequences, generated=report)
-    complete = True  # whether the sums contain whole batches only
-    try:
-        for batch in length_batches(lm, remaining, settings.batch_size):
-            if sums.converged(threshold):
-                break
-            while comparison_due <= sums.tokens:
-                comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
-            complete = False
-            _add_batch_(lm, sums, batch)
-            if sums.tokens >= comparison_due:
-                sums.compare_halves_()
-            complete = True
-            report(sums.tokens)
-            checkpoint.save_if_due(sums)
-    except KeyboardInterrupt:
-        if complete and sums.tokens:
-            checkpoint.save(sums)
-        raise
+    batches = length_batches(lm, remaining, settings.batch_size)
+    _add_batches_(lm, sums, batches, settings.convergence, checkpoint, report)
     if not sums.tokens:
         raise BadStats("the text has no tokens; give a longer one")
     sums.compare_halves_()
@@ -124,6 +106,36 @@ def collect(
         )
         for layer in layers
     ]
+
+
+def _add_batches_(
+    lm: LM,
+    sums: "RunningSums",
+    batches: Iterable[list[TokenSequence]],
+    threshold: float | None,
+    checkpoint: "_PartialFile",
+    report: Callable[[int], None],
+) -> None:
+    """Add batches to the sums until they converge; Ctrl-C saves the sums of whole batches."""
+    comparison_due = float(FIRST_COMPARISON)
+    complete = True  # whether the sums contain whole batches only
+    try:
+        for batch in batches:
+            if sums.converged(threshold):
+                break
+            while comparison_due <= sums.tokens:
+                comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
+            complete = False
+            _add_batch_(lm, sums, batch)
+            if sums.tokens >= comparison_due:
+                sums.compare_halves_()
+            complete = True
+            report(sums.tokens)
+            checkpoint.save_if_due(sums)
+    except KeyboardInterrupt:
+        if complete and sums.tokens:
+            checkpoint.save(sums)
+        raise
 
 
 def find_collected(
