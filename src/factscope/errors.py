@@ -7,7 +7,7 @@ FactscopeError: a run failed (exit code 1)
     ├── BadFact, with SubjectNotFound and PromptTooLong
     ├── BadSetting, DataNotFound, DownloadFailed, HashMismatch
     ├── UnknownModel, UnknownFamily, BadModelFile
-    ├── BadEdit, BadEditorWeights, BadRecord, BadRunFolder, BadStats, BadStudy
+    ├── BadEdit, BadEditorWeights, BadRecord, BadRunFolder, BadStats, BadStudy, BadCalibration
     └── LimitExceeded, NotFound, ForbiddenOrigin (of the server)
 
 Every message says what is wrong, shows the value and names the next step. The command line
@@ -111,6 +111,10 @@ class BadStats(BadInput):
 
 class BadStudy(BadInput):
     """Texts that cannot be compared, or answers to another study."""
+
+
+class BadCalibration(BadInput):
+    """A calibration file that cannot be read, or is of another model."""
 
 
 class BadEditorWeights(BadInput):

@@ -6,18 +6,11 @@ import pytest
 import torch
 
 from factscope.errors import BadModelFile, UnknownFamily
-from factscope.lm import check
 from factscope.lm.check import check_family
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
 
 from families import tiny
-
-
-@pytest.fixture(autouse=True)
-def no_language_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of tiny models are numbers, not English."""
-    monkeypatch.setattr(check, "_warn_if_english_is_unlikely", lambda lm: None)
 
 
 def test_every_entry_fits_its_family(lm: LM) -> None:

@@ -1,7 +1,6 @@
 """Loading folders, GGUF files, hub ids and short names, and how each can fail. No network."""
 
 import json
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,14 @@ import torch
 from factscope import errors
 from factscope.errors import BadModelFile, BadSetting, DownloadFailed, UnknownFamily, UnknownModel
 from factscope.io import sha256
-from factscope.lm import sources
+from factscope.lm import check, sources
 from factscope.lm.families import FAMILIES
 from factscope.lm.load import from_model, load
 from factscope.lm.model import LM
 from factscope.lm.sources import SHORT_NAMES, WheelModel
 
 from families import tiny_model
+from ggufs import gguf_weights, write_gguf
 from tokenizers_ import tokenizer
 from wheels import make_wheel
 
@@ -96,6 +96,13 @@ def test_a_loaded_model_is_frozen(saved: Path) -> None:
 )
 def test_dtypes(saved: Path, dtype: str, wanted: torch.dtype) -> None:
     assert load(saved, device="cpu", dtype=dtype).dtype == wanted
+
+
+def test_float16_on_a_cpu_is_named_slow(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(saved, device="cpu", dtype="bfloat16")
+    assert not caplog.text
+    load(saved, device="cpu", dtype="float16")
+    assert "float16 is several times slower than bfloat16 on a CPU" in caplog.text
 
 
 def test_tf32_sets_the_matmul_precision_and_float32_resets_it(saved: Path) -> None:
@@ -203,17 +210,18 @@ def test_the_check_can_be_skipped(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load(saved, device="cpu", check=False).family.norm == ()
 
 
-def test_a_warning_if_english_is_less_likely_than_chance(
-    saved: Path, caplog: pytest.LogCaptureFixture
+def test_english_that_is_less_likely_than_chance_is_an_error(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random model with large weights makes English less likely than chance."""
     lm = load(saved, device="cpu", check=False)
     with torch.no_grad():
         lm.embed.weight *= 20  # also the head, as GPT-2 ties them
-    with caplog.at_level(logging.WARNING, "factscope"):
+    assert from_model(lm.model, lm.tokenizer, name="tiny").name == "tiny"  # too small to be asked
+    monkeypatch.setattr(check, "MIN_PARAMETERS", 0)
+    with pytest.raises(BadModelFile, match=r"gibberish.*bits per byte.*--no-check-model"):
         from_model(lm.model, lm.tokenizer, name="gibberish")
-    assert "gibberish" in caplog.text
-    assert "less likely than chance" in caplog.text
+    assert from_model(lm.model, lm.tokenizer, name="gibberish", check=False).name == "gibberish"
 
 
 # ---- from_model
@@ -304,58 +312,6 @@ def test_a_missing_gguf(tmp_path: Path) -> None:
 # ---- GGUF
 
 
-def write_gguf(path: Path, **changed: np.ndarray) -> Path:
-    """A GGUF as llama.cpp writes one: a tiny random LLaMA with a byte-level tokenizer."""
-    model = json.loads(tokenizer("gpt2").backend_tokenizer.to_str())["model"]
-    words = sorted(model["vocab"], key=model["vocab"].get)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(16)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(words)
-    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(words) - 1)])
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    for name, weight in {**gguf_weights(len(words)), **changed}.items():
-        writer.add_tensor(name, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def gguf_weights(vocabulary: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-
-    def normal(*shape: int) -> np.ndarray:
-        return random.normal(scale=0.1, size=shape).astype(np.float32)
-
-    ones = np.ones(16, np.float32)
-    weights = {"token_embd.weight": normal(vocabulary, 16), "output_norm.weight": ones}
-    for layer in range(2):
-        weights |= {
-            f"blk.{layer}.{name}.weight": weight
-            for name, weight in {
-                "attn_norm": ones, "attn_q": normal(16, 16), "attn_k": normal(8, 16),
-                "attn_v": normal(8, 16), "attn_output": normal(16, 16), "ffn_norm": ones,
-                "ffn_gate": normal(32, 16), "ffn_up": normal(32, 16), "ffn_down": normal(16, 32),
-            }.items()
-        }  # fmt: skip
-    return weights
-
-
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
@@ -380,6 +336,11 @@ def test_a_gguf_is_converted_and_loaded(gguf_file: Path, offline: Path) -> None:
     assert [model.name for model in sources.cached_models()] == [folder]
 
 
+def test_a_conversion_draws_no_bar(gguf_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(gguf_file, device="cpu")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(gguf_file, device="cpu")
 
@@ -391,7 +352,9 @@ def test_a_gguf_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_conversion_cache_depends_on_the_file_content(gguf_file: Path, tmp_path: Path) -> None:
-    other = write_gguf(tmp_path / "tiny.gguf", **{"output_norm.weight": np.full(16, 2, np.float32)})
+    other = write_gguf(
+        tmp_path / "tiny.gguf", weights={"output_norm.weight": np.full(16, 2, np.float32)}
+    )
     first, second = load(gguf_file, device="cpu"), load(other, device="cpu")
     assert torch.allclose(logits(second), 2 * logits(first), rtol=1e-4, atol=1e-5)
 
@@ -443,7 +406,7 @@ def test_a_truncated_gguf(gguf_file: Path, tmp_path: Path, offline: Path, length
 
 def test_a_gguf_with_nan_weights(tmp_path: Path, offline: Path) -> None:
     nan = np.full(16, np.nan, np.float32)
-    path = write_gguf(tmp_path / "nan.gguf", **{"output_norm.weight": nan})
+    path = write_gguf(tmp_path / "nan.gguf", weights={"output_norm.weight": nan})
     with pytest.raises(BadModelFile, match=r"nan\.gguf.*norm"):
         load(path)
     assert cached(offline) == []

@@ -12,6 +12,7 @@ from tokenizers import processors
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from factscope.editing.contexts import with_prefixes
 from factscope.errors import BadFact, BadSetting, PromptTooLong
 from factscope.facts import Fact
 from factscope.lm.families import FAMILIES
@@ -291,6 +292,8 @@ def test_a_chat_template_never_adds_bos_twice(style: str) -> None:
     prompt, subject = encode_fact(lm, fact)
     assert "".join(prompt.texts[slice(*subject)]).strip() == "The Nile"
     assert fact.text.endswith("user: Where is The Nile?\nassistant:\n")
+    [_, prefixed] = with_prefixes(fact, ["It rains. "])
+    assert prefixed.text.endswith("user: It rains. Where is The Nile?\nassistant:\n")
     bos = tok.bos_token_id
     if bos is not None:
         assert prompt.ids.count(bos) == 1

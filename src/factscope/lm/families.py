@@ -10,6 +10,7 @@ return tuples and that BLOOM's add the residual themselves.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -36,6 +37,8 @@ class Family:
     """Activation function of the MLP; in a gated MLP it is applied to the gate."""
     norm: tuple[str, ...]
     """Modules between the last block and the head, in order; those a model lacks are skipped."""
+    mlp_norm: str | None = None
+    """Norm that m passes on its way to the hidden state, alone or added to the state before."""
     transposed: bool = False
     """Whether weights are stored as (input, output), as in GPT-2's Conv1D."""
     needs_bos: bool = False
@@ -89,8 +92,8 @@ FAMILIES: dict[str, Family] = {
     "bloom": replace(FALCON, mlp_act="mlp.gelu_impl"),
     "falcon": FALCON,
     "gemma": replace(LLAMA, needs_bos=True),
-    "gemma2": replace(LLAMA, needs_bos=True),
-    "gemma3_text": replace(LLAMA, needs_bos=True),
+    "gemma2": replace(LLAMA, needs_bos=True, mlp_norm="post_feedforward_layernorm"),
+    "gemma3_text": replace(LLAMA, needs_bos=True, mlp_norm="post_feedforward_layernorm"),
     "gpt2": GPT2,
     "gpt_neo": replace(
         GPT2,
@@ -110,7 +113,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": LLAMA,
     "mistral": LLAMA,
-    "olmo2": LLAMA,
+    "olmo2": replace(LLAMA, mlp_norm="post_feedforward_layernorm"),
     "opt": Family(
         embed="model.decoder.embed_tokens",
         blocks="model.decoder.layers",
@@ -120,6 +123,7 @@ FAMILIES: dict[str, Family] = {
         mlp_out="fc2",
         mlp_act="activation_fn",
         norm=("model.decoder.final_layer_norm", "model.decoder.project_out"),
+        mlp_norm="final_layer_norm",
     ),
     "phi3": replace(
         LLAMA,
@@ -138,7 +142,11 @@ def family_of(model: nn.Module) -> Family:
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name not in FAMILIES:
         raise unknown_family(name)
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    config: Any = model.config
+    if name == "opt" and config.do_layer_norm_before:  # then it is the norm before the MLP
+        family = replace(family, mlp_norm=None)
+    return family
 
 
 def unknown_family(name: str) -> UnknownFamily:

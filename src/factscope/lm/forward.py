@@ -22,8 +22,9 @@ class ActivationCache:
 
     inputs: Float[Tensor, "row token width"]  # the states before the first block
     states: list[Float[Tensor, "row token width"]]  # h: each block's output
-    contributions: dict[str, list[Float[Tensor, "row token width"]]]
-    """a ("attn") and m ("mlp") of each layer, if requested."""
+    contributions: dict[str, list[Float[Tensor, "row token _"]]]
+    """a ("attn") and m ("mlp") of each layer, and z ("heads"): the outputs of its attention heads,
+    concatenated. If requested."""
     keys: list[Float[Tensor, "row head token dim"]]
     values: list[Float[Tensor, "row head token dim"]]
     block_args: list[dict[str, Any]]  # the arguments that each block received, by name
@@ -66,7 +67,7 @@ def forward(
 
     Shorter rows are padded on the right with any token: a causal model's real tokens do not attend
     to padding, so no mask is needed. `embed` may change the token embeddings; `keep` names the
-    contributions ("attn", "mlp") to record.
+    contributions ("attn", "mlp", "heads") to record.
     """
     from transformers import DynamicCache
 
@@ -88,11 +89,16 @@ def forward(
     outputs: list[tuple[nn.Module, Callable[[Tensor], Tensor | None]]]
     outputs = [(block, states.append) for block in lm.blocks]
     for name in keep:
-        record = partial(record_output, name)
-        outputs += [(lm.contribution(name, i), record) for i in range(lm.n_layers)]
+        if name != "heads":
+            record = partial(record_output, name)
+            outputs += [(lm.contribution(name, i), record) for i in range(lm.n_layers)]
     if embed is not None:
         outputs.append((lm.embed, embed))
+    calls: list[tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]]]
     calls = [(block, partial(record_args, block)) for block in lm.blocks]
+    if "heads" in keep:  # they are the input of the output projection
+        projections = [lm.contribution("attn", i) for i in range(lm.n_layers)]
+        calls += [(m, lambda args, _: record_output("heads", args[0])) for m in projections]
     # A cache without a config holds every key. One with a config drops keys outside a sliding
     # window, but the replay needs them and applies the mask itself.
     cache = DynamicCache()
@@ -118,17 +124,24 @@ def mlp_keys(lm: LM, ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor,
     return keys[0].reshape(*ids.shape, -1)
 
 
-def answer_probability(
+def answer_log_probability(
     lm: LM, states: Float[Tensor, "row token width"], answer: Int[Tensor, "row token"]
 ) -> Float[Tensor, " row"]:
-    """P[answer] of each row, computed in float32: the product over the answer's tokens.
+    """log P[answer] of each row, computed in float32: the sum over the answer's tokens.
 
     `states` are the last-layer states that predict them.
     """
     logits = lm.decode(states.flatten(0, 1)).float()
     ids = answer.flatten().to(logits.device)
     log_p = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)
-    return log_p.view(answer.shape).sum(1).exp()
+    return log_p.view(answer.shape).sum(1)
+
+
+def answer_probability(
+    lm: LM, states: Float[Tensor, "row token width"], answer: Int[Tensor, "row token"]
+) -> Float[Tensor, " row"]:
+    """P[answer] of each row: the product over the answer's tokens."""
+    return answer_log_probability(lm, states, answer).exp()
 
 
 def token_probability(

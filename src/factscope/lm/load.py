@@ -11,8 +11,9 @@ from torch import nn
 
 from factscope.errors import BadModelFile, BadSetting, DownloadFailed, FactscopeError
 from factscope.lm.accel import best_device
-from factscope.lm.check import check_family
+from factscope.lm.check import check_family, check_likelihood
 from factscope.lm.families import family_of, unknown_family
+from factscope.lm.gguf import check_reference
 from factscope.lm.model import LM
 from factscope.lm.sources import DEFAULT_MODEL, model_folder, quiet_transformers, unknown_model
 
@@ -41,13 +42,14 @@ def load(
     """Load a model by short name, folder with safetensors, GGUF file or hub id.
 
     `device` "auto" is a GPU if there is one. `device_map` spreads the model over several devices,
-    as in transformers. `check` tests the family's entry against the model (see `lm.check`).
+    as in transformers. `check` tests the family's entry and the tokenizer against the model (see
+    `lm.check`) and, if the model came from a GGUF file, against that file (see `lm.gguf`).
     """
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise BadSetting(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     target = _target(device, device_map)
-    folder = model_folder(name)
+    folder = model_folder(name, check=check)
     try:
         with quiet_transformers(progress_bars=folder is None):
             model, tokenizer = _read(str(name), folder, dtype=DTYPES[dtype], device_map=device_map)
@@ -58,6 +60,10 @@ def load(
             f"{name} does not fit into the memory of {target or 'the devices'}; "
             "try dtype bfloat16, device_map auto or device cpu"
         ) from error
+    if check and folder is not None:
+        check_reference(folder, tokenizer, str(name))
+    if model.dtype == torch.float16 and model.device.type == "cpu":
+        log.warning("float16 is several times slower than bfloat16 on a CPU; use dtype bfloat16")
     if dtype in ("float32", "tf32"):
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     return _lm(model, tokenizer, str(name), check)
@@ -91,6 +97,7 @@ def _lm(model: Any, tokenizer: Any, name: str, check: bool) -> LM:
     lm = LM(model=model, tokenizer=tokenizer, family=family_of(model), name=name)
     if check:
         check_family(lm)
+        check_likelihood(lm)
     return lm
 
 

@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
 class BatchSizes:
     """How much of a trace is computed at once."""
 
-    pending: int  # slots whose cells are pending together, counted once for all layers
+    pending: int  # states of cells that are pending together
     call: int  # slots that go through a block in one call
     logits: int  # states decoded to logits at once
 
@@ -53,27 +53,54 @@ class Budget:
             return cls(bound)
         return cls(int(free_memory(lm.device) * 0.6) if on_gpu(lm) else 2**29)
 
+    def rows(self, lm: LM, length: int, tensors: int) -> int:
+        """How many rows of a length a run may have: a quarter of the bound, but at least a clean
+        and a corrupted one. `tensors` counts the tensors of a state's width that a run keeps per
+        layer."""
+        kept = self.bytes // 4 // run_bytes(lm, 1, length, tensors)
+        return max(2, min(kept, self.bytes // 2 // (length * _slot_bytes(lm, length))))
+
     def facts(self, lm: LM, length: int, samples: int, tensors: int) -> int:
-        """How many facts of a length to trace in one batch.
-
-        Their runs may take a quarter of the bound; `tensors` counts the tensors of a state's width
-        that a run keeps per layer. One fact is enough to fill a CPU.
-        """
+        """How many facts of a length to trace in one batch. One is enough to fill a CPU."""
         limit = 1 if lm.device.type == "cpu" else 16
-        row = (tensors + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
-        return max(1, min(limit, self.bytes // 4 // (row * (1 + samples))))
+        return max(1, min(limit, self.rows(lm, length, tensors) // (1 + samples)))
 
-    def batch_sizes(self, lm: LM) -> BatchSizes:
-        """How to split a trace: half of the bound for pending states, a quarter for a block's
-        activations, an eighth for logits."""
-        item = lm.dtype.itemsize
-        keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
-        call = self.bytes // 4 // (item * (16 * lm.width + 8 * keys))
+    def batch_sizes(self, lm: LM, length: int = 1, kept: int = 0) -> BatchSizes:
+        """How to split a trace of prompts of a length, beside runs that keep some bytes: half of
+        the bound for pending states, a quarter for a block's activations, an eighth for logits; of
+        what is left, if the runs take more than a quarter."""
+        left = min(self.bytes * 3 // 4, self.bytes - kept)
         return BatchSizes(
-            pending=min(call, self.bytes // 2 // (lm.n_layers * lm.width * item)),
-            call=call,
-            logits=max(1, min(4096, self.bytes // 8 // (vocabulary * 12))),
+            pending=max(1, left * 2 // 3 // (lm.width * lm.dtype.itemsize)),
+            call=max(1, left // 3 // _slot_bytes(lm, length)),
+            logits=max(1, min(4096, left // 6 // _logit_bytes(lm))),
         )
+
+    def check_minimum(self, lm: LM, length: int, tensors: int) -> None:
+        """Raise BadSetting if a clean and a corrupted run of a prompt, and one cell, do not fit."""
+        activations = max(length * _slot_bytes(lm, length), 2 * _logit_bytes(lm))
+        needed = run_bytes(lm, 2, length, tensors) + 3 * activations
+        if needed > self.bytes:
+            raise BadSetting(
+                f"max_memory is {self.bytes / 2**20:.0f} MiB, but tracing a prompt of {length} "
+                f"tokens on {lm.name} needs {math.ceil(needed / 2**20)} MiB; raise it, shorten the "
+                "prompt or restore fewer kinds"
+            )
+
+
+def run_bytes(lm: LM, rows: int, length: int, tensors: int) -> int:
+    """What a run of some rows keeps, its keys and values included."""
+    return rows * (tensors + 2) * lm.n_layers * length * lm.width * lm.dtype.itemsize
+
+
+def _slot_bytes(lm: LM, length: int) -> int:
+    """What a token takes in a block call: activations, and attention weights over its keys."""
+    keys = lm.mlp_weight(0).shape[1]
+    return lm.dtype.itemsize * (16 * lm.width + 8 * keys + 2 * lm.n_heads * 2 * length)
+
+
+def _logit_bytes(lm: LM) -> int:
+    return lm.embed.weight.shape[0] * 12
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

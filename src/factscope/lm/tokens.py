@@ -86,7 +86,9 @@ def chat_text(lm: LM, text: str) -> str:
 
 def chat_fact(lm: LM, fact: Fact) -> Fact:
     """The fact with its prompt as a user's message; the object begins the reply."""
-    return replace(fact, prompt=chat_text(lm, fact.prompt))
+    chat = chat_text(lm, fact.prompt)
+    # Prefixes belong into the message. A template may change the message; then they come first.
+    return replace(fact, prompt=chat, context_start=max(0, chat.find(fact.prompt)))
 
 
 def first_token(lm: LM, prompt: Prompt, text: str, target: str) -> int:
