@@ -29,12 +29,19 @@ class Fact:
     """The fact's id in its data set."""
     relation: str | None = None
     """The relation's name, for instance a Wikidata property."""
+    replacement: str | None = None
+    """Another subject with as many tokens, for traces with token replacement."""
+    context_start: int = 0
+    """Character of the prompt template before which an editor puts its prefixes; in a chat, the
+    beginning of the user's message."""
 
     def __post_init__(self) -> None:
         if not self.subject.strip():
             raise BadFact("the subject is empty; give the words of the prompt that name it")
-        for text in (self.subject, self.prompt, self.target or "", self.old or ""):
-            check_unicode(text)
+        for text in (self.subject, self.prompt, self.target, self.old, self.replacement):
+            check_unicode(text or "")
+        if self.replacement is not None and not self.replacement.strip():
+            raise BadFact(f"the replacement of {self.subject!r} is empty; give another subject")
         # Frozen; stripped here, so that every source of facts gives the same prompt.
         object.__setattr__(self, "prompt", strip_end(self.prompt))
         if self.prompt.endswith(SUBJECT_SLOT):

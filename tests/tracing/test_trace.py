@@ -5,6 +5,7 @@ find_known: the object comes before any other name in greedy text.
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -160,11 +161,11 @@ def test_the_paper_preset_adds_noise_in_the_baseline_even_with_replace(llama: LM
 def test_out_of_memory_is_retried_in_halves(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sizes = trace_module.restore, []
 
-    def fails_for_several_facts(lm, run, segments, *args):
-        sizes.append(len({segment.clean for segment in segments}))
+    def fails_for_several_facts(lm, run, segments, *args, **kwargs):
+        sizes.append(len({segment.fact for segment in segments}))
         if sizes[-1] > 1:
             raise torch.OutOfMemoryError("too large")
-        return real(lm, run, segments, *args)
+        return real(lm, run, segments, *args, **kwargs)
 
     monkeypatch.setattr(trace_module, "restore", fails_for_several_facts)
     monkeypatch.setattr(Budget, "facts", lambda *args, **kwargs: 16)
@@ -178,23 +179,34 @@ def test_out_of_memory_is_retried_in_halves(llama: LM, monkeypatch: pytest.Monke
 def test_progress_after_a_retry_adds_up_to_one(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = trace_module.restore, []
 
-    def fails_once(lm, run, segments, restoration, sizes, progress):
+    def fails_once(lm, run, segments, cells, metric, sizes, progress, **kwargs):
         calls.append(sizes)
-        if len(calls) == 2:
+        if len(calls) == 1:
             progress(0.5)
             raise torch.OutOfMemoryError("too large")
-        return real(lm, run, segments, restoration, sizes, progress)
+        return real(lm, run, segments, cells, metric, sizes, progress, **kwargs)
 
     monkeypatch.setattr(trace_module, "restore", fails_once)
     fractions: list[float] = []
     trace(llama, FACTS[0], QUICK, progress=fractions.append)
     assert sum(fractions) == pytest.approx(1)
     assert min(fractions) >= 0
-    assert calls[2].call < calls[1].call
+    assert calls[1].call < calls[0].call
+
+
+def test_a_memory_limit_below_the_minimum_is_refused_and_the_minimum_works(llama: LM) -> None:
+    with pytest.raises(BadSetting, match=r"max_memory is 0 MiB, but .* needs \d+ MiB") as refused:
+        trace(llama, FACTS[0], QUICK, memory=2**12)
+    needed = re.search(r"needs (\d+) MiB", str(refused.value))
+    assert needed is not None
+    tight = trace(llama, FACTS[0], QUICK, memory=int(needed[1]) * 2**20)
+    free = trace(llama, FACTS[0], QUICK, memory=2**30)
+    for kind, table in free.restored.items():
+        np.testing.assert_allclose(np.array(tight.restored[kind]), np.array(table), rtol=1e-5)
 
 
 def test_other_errors_are_not_retried(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args):
+    def broken(*args, **kwargs):
         raise RuntimeError("something else")
 
     monkeypatch.setattr(trace_module, "restore", broken)
@@ -267,7 +279,14 @@ def test_windows_as_in_the_papers_text_and_in_its_code(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"kinds": ("state",)}, {"window": 0}, {"sever": ("states",)}, {"kinds": ("",)}]
+    "fields",
+    [
+        {"kinds": ("state",)},
+        {"window": 0},
+        {"sever": ("states",)},
+        {"kinds": ("",)},
+        {"sever": ("mlp",), "sever_draws": "two", "freeze_at": "all"},
+    ],
 )
 def test_bad_settings_are_refused(fields: dict) -> None:
     with pytest.raises((BadSetting, TypeCheckError)):  # the latter where types are checked
@@ -303,8 +322,8 @@ def test_nan_in_the_corrupted_run_names_the_noise(llama: LM) -> None:
 def test_nan_in_a_restored_run_is_not_recorded_as_unmeasured(
     llama: LM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(lm, run, segments, *args):
-        return torch.full((len(segments), lm.n_layers), torch.nan)
+    def broken(lm, run, segments, cells, *args, **kwargs):
+        return torch.full((len(segments), len(cells)), torch.nan)
 
     for module in (trace_module, stream_module):
         monkeypatch.setattr(module, "restore", broken)

@@ -1,16 +1,19 @@
 """The tracing engine: every cell of a trace in one pass over the layers.
 
-Restoring the state at (token t, layer l) changes nothing below layer l and nothing left of t. So
-the clean and the corrupted run are computed once, and one pass upwards carries all *pending*
-restorations: at each layer those that began below it advance by one block, over their tokens
-t … T-1 only, attending to the corrupted run's keys and values left of t; then the restorations
-at that layer join. The weights of a layer are read once for all cells.
+A cell puts activations of a *source* run into a *base* run at one token: the clean run's into the
+corrupted one, or the other way round. That changes nothing below the cell's layer and nothing left
+of its token t. So both runs are computed once, and one pass upwards carries all *pending* cells: at
+each layer those that began below it advance by one block, over their tokens t … T-1 only, attending
+to the base run's keys and values left of t; then the cells that begin at that layer join. The
+weights of a layer are read once for all cells of all kinds.
 
-A restoration's tokens t … T-1 are a *segment*. The segments of one corrupted row are packed into
-rows of about `SLOTS` slots, so that batches are dense and attention works on full tiles. The
-pending states are one tensor: (cell's layer, packed row, slot, width).
+The tokens t … T-1 are a *segment*. The segments of one base row are packed into rows of about
+`SLOTS` slots, so that batches are dense and attention works on full tiles. The pending states are
+one tensor: (cell, packed row, slot, width).
 """
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,44 +23,51 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.lm.accel import accelerated
-from factscope.lm.forward import ActivationCache, answer_probability
+from factscope.lm.forward import ActivationCache
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.memory import BatchSizes
 from factscope.lm.model import LM
 from factscope.lm.replay import PackedView, Replay
 from factscope.progress import Progress, no_progress
+from factscope.tracing.metrics import Metric
 
 SLOTS = 48
 """About how many slots a packed row has: with its past it should fill one tile of 64 keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restoration:
-    """What the cells of a table restore, and what is frozen meanwhile."""
+class Cell:
+    """What is set to the source run's value at a token, and what is frozen meanwhile."""
 
-    kind: str  # states, mlp or attn
-    windows: Sequence[tuple[int, int]]  # the layers [start, stop) that each layer's cell restores
-    sever: str | None = None  # the module that is frozen at its corrupted outputs, in all layers
-    freeze_all: bool = False  # whether it is frozen at every token, or only at the restored one
+    kind: str  # states, mlp, attn or heads
+    layers: tuple[int, int]  # the layers [start, stop) where it is set
+    head: int = 0  # which head, for the kind heads
+    sever: str | None = None  # the module that is frozen at the base run's outputs, in all layers
+    freeze_all: bool = False  # whether it is frozen at every token, or only at the cell's own
+    from_bottom: bool = False
+    """Whether the cell runs through all blocks: outputs frozen at other values than the base run's
+    change the layers below it too."""
 
-    def entry(self, layer: int) -> int:
-        """The first block that the cell of a layer runs through."""
-        start = self.windows[layer][0]
-        return start + 1 if self.kind == "states" else start
+    @property
+    def entry(self) -> int:
+        """The first block that the cell runs through."""
+        if self.from_bottom:
+            return 0
+        return self.layers[0] + 1 if self.kind == "states" else self.layers[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one corrupted row from the restored one to the last.
+    """The tokens of one base row from the cell's own to the last.
 
     If the answer has several tokens, all but its last follow the prompt.
     """
 
-    clean: int  # the row of the clean run
-    row: int  # the row of the corrupted run
-    start: int  # the restored token
+    fact: int
+    source: int  # the row whose activations are put in
+    row: int  # the row of the base run
+    start: int  # the cell's token
     stop: int
-    answer: tuple[int, ...]
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -68,12 +78,19 @@ def restore(
     lm: LM,
     run: ActivationCache,
     segments: Sequence[Segment],
-    restoration: Restoration,
+    cells: Sequence[Cell],
+    metric: Metric,
     sizes: BatchSizes,
     progress: Progress = no_progress,
-) -> Float[Tensor, "segment layer"]:
-    """The answer's probability with each segment's first token restored at each layer."""
-    table = torch.empty(len(segments), lm.n_layers)
+    *,
+    frozen: ActivationCache | None = None,
+) -> Float[Tensor, "segment cell"]:
+    """The metric with every cell restored at each segment's first token.
+
+    Severed modules have the outputs of `frozen`, by default those of the run itself.
+    """
+    table = torch.empty(len(segments), len(cells))
+    by_entry = sorted(range(len(cells)), key=lambda i: cells[i].entry)
     index_of = {id(segment): i for i, segment in enumerate(segments)}
     packable = lm.family.supports_packing
     groups = [segments]
@@ -82,70 +99,78 @@ def restore(
         groups = [[s for s in segments if s.start == start] for start in starts]
     for group in groups:
         rows = pack_segments(group, packable=packable)
-        size = max(1, sizes.pending // max(sum(map(len, row)) for row in rows))
-        for i in range(0, len(rows), size):
-            packed = lay_out_segments(rows[i : i + size], run.inputs.device)
-            cells = [index_of[id(segment)] for segment in packed.segments]
-            weight = len(cells) / len(segments)
-            compute = partial(
-                propagate, lm, run, packed, restoration, sizes, lambda f, w=weight: progress(f * w)
-            )
-            table[cells] = accelerated(lm, compute).T.cpu()
+        slots = max(sum(map(len, row)) for row in rows)
+        at_once = max(1, min(sizes.call, sizes.pending // len(cells)) // slots)
+        cells_at_once = max(1, sizes.pending // slots)
+        for i in range(0, len(rows), at_once):
+            packed = lay_out_segments(rows[i : i + at_once], run.inputs.device)
+            where = torch.tensor([index_of[id(segment)] for segment in packed.segments])
+            for j in range(0, len(cells), cells_at_once):
+                part = by_entry[j : j + cells_at_once]
+                weight = len(where) * len(part) / table.numel()
+                compute = partial(
+                    propagate, lm, run, frozen or run, packed, [cells[k] for k in part], metric,
+                    sizes, lambda f, w=weight: progress(f * w),
+                )  # fmt: skip
+                table[where[:, None], torch.tensor(part)] = accelerated(lm, compute).T.cpu()
     return table
 
 
 def propagate(
     lm: LM,
     run: ActivationCache,
+    frozen: ActivationCache,
     packed: "PackedSegments",
-    restoration: Restoration,
+    cells: Sequence[Cell],
+    metric: Metric,
     sizes: BatchSizes,
     progress: Progress = no_progress,
-) -> Float[Tensor, "layer segment"]:
-    """Carry all cells of the packed segments through the layers; the answer's probability."""
+) -> Float[Tensor, "cell segment"]:
+    """Carry cells, sorted by entry, of all packed segments through the layers; the metric."""
     layers, shape = lm.n_layers, packed.view.position.shape
-    pending = run.inputs.new_empty(layers, *shape, run.inputs.shape[-1])
+    pending = run.inputs.new_empty(len(cells), *shape, run.inputs.shape[-1])
     replay, at_once = Replay(lm, run, packed.view), max(1, sizes.call // shape.numel())
-    work = sum(layers - restoration.entry(layer) for layer in range(layers))
+    interventions = _Interventions(lm, run, frozen, packed, cells, at_once)
+    entries = [cell.entry for cell in cells]
+    work = sum(layers - entry for entry in entries)
     started = 0
-    for layer in range(layers + 1):
-        while started < layers and restoration.entry(started) <= layer:
-            pending[started] = _first_states(run, packed, restoration, started)
-            started += 1
+    for layer in range(entries[0], layers + 1):
+        joined = bisect_right(entries, layer)
+        if joined > started:
+            _first_states(run, packed, cells[started:joined], pending[started:joined])
+            started = joined
         if layer == layers:
             break
         for first in range(0, started, at_once):
             batch = pending[first : min(started, first + at_once)]
             hidden = batch.flatten(0, 1)
-            cells = range(first, first + len(batch))
-            hooks = _interventions(lm, run, packed, restoration, layer, cells)
-            with hook_outputs(*hooks):
+            with hook_outputs(*interventions.hooks(layer, first)):
                 output = lm.blocks[layer](hidden, **replay.arguments(layer, hidden))
             output = output[0] if isinstance(output, tuple) else output
             batch.copy_(output.view(batch.shape))
         progress(started / max(1, work))
     # The states that predict the answer's tokens: those at the last positions of the segment.
-    n = packed.answer.shape[1]
+    n = metric.answer.shape[1]
     predicting = packed.last[:, None] + torch.arange(1 - n, 1, device=packed.last.device)
-    last = pending[:, packed.packed_row[:, None], predicting]  # (layer, segment, token, width)
-    answer = packed.answer.expand(last.shape[:3]).flatten(0, 1)
-    rows = max(1, sizes.logits // n)
-    chunks = zip(last.flatten(0, 1).split(rows), answer.split(rows), strict=True)
-    return torch.cat([answer_probability(lm, x, y) for x, y in chunks]).view(last.shape[:2])
+    last = pending[:, packed.packed_row[:, None], predicting]  # (cell, segment, token, width)
+    fact = packed.fact.repeat(len(cells))
+    return metric.in_parts(lm, last.flatten(0, 1), fact, sizes.logits).view(last.shape[:2])
 
 
 def _first_states(
-    run: ActivationCache, packed: "PackedSegments", restoration: Restoration, layer: int
-) -> Float[Tensor, "packed slot width"]:
-    """The corrupted states with which a layer's cells begin, with the clean state restored."""
-    entry = restoration.entry(layer)
-    view = packed.view
+    run: ActivationCache,
+    packed: "PackedSegments",
+    cells: Sequence[Cell],
+    out: Float[Tensor, "cell packed slot width"],
+) -> None:
+    """The base run's states with which cells of one entry begin, with a source state put in."""
+    entry, view = cells[0].entry, packed.view
     before = run.inputs if entry == 0 else run.states[entry - 1]
-    states = _take(before, view.row[:, None], view.position).to(run.inputs.device)
-    if restoration.kind == "states":
-        clean = _take(run.states[layer], packed.clean, packed.token)
-        states[packed.packed_row, packed.first] = clean.to(states.device)
-    return states
+    out.copy_(_take(before, view.row[:, None], view.position))
+    for cell, states in zip(cells, out, strict=True):
+        if cell.kind == "states" and not cell.from_bottom:
+            source = _take(run.states[entry - 1], packed.source, packed.token)
+            states[packed.packed_row, packed.first] = source.to(states.device)
 
 
 def _take(x: Tensor, *index: Tensor) -> Tensor:
@@ -153,41 +178,96 @@ def _take(x: Tensor, *index: Tensor) -> Tensor:
     return x[tuple(i.to(x.device) for i in index)]
 
 
-def _interventions(
-    lm: LM,
-    run: ActivationCache,
-    packed: "PackedSegments",
-    restoration: Restoration,
-    layer: int,
-    cells: range,
-) -> list[tuple[nn.Module, Callable[[Tensor], None]]]:
-    """Hooks that restore and freeze module outputs in a block call on some layers' cells."""
-    view = packed.view
+class _Interventions:
+    """Hooks that set and freeze module outputs in block calls.
 
-    def overwrite(
-        module: str, row: Tensor, token: Tensor, *where: slice | Tensor
+    `active` lists, for each call and module, the cells that intervene, as indices in the call. All
+    are moved to the device at once: many small transfers would stall it.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        run: ActivationCache,
+        frozen: ActivationCache,
+        packed: "PackedSegments",
+        cells: Sequence[Cell],
+        at_once: int,
+    ) -> None:
+        self.lm, self.run, self.frozen, self.packed = lm, run, frozen, packed
+        calls: dict[tuple[int, int], dict[tuple[str, str], list[int]]]
+        calls = defaultdict(lambda: defaultdict(list))
+        for i, cell in enumerate(cells):
+            first, index = i - i % at_once, i % at_once
+            if cell.sever is not None:
+                how = "freeze all" if cell.freeze_all else "freeze"
+                for layer in range(cell.entry, lm.n_layers):
+                    calls[layer, first][how, cell.sever].append(index)
+            if cell.kind != "states" or cell.from_bottom:
+                for layer in range(*cell.layers):
+                    calls[layer, first]["set", cell.kind].append(index)
+        lists = [(call, how, x) for call, hows in calls.items() for how, x in hows.items()]
+        flat = torch.tensor([i for *_, x in lists for i in x], dtype=torch.long)
+        indices = flat.to(packed.first.device).split([len(x) for *_, x in lists])
+        self.active: dict[tuple[int, int], dict[tuple[str, str], Int[Tensor, " cell"]]]
+        self.active = defaultdict(dict)
+        self.first_head: dict[tuple[int, int], int] = {}
+        for ((layer, first), how, x), index in zip(lists, indices, strict=True):
+            self.active[layer, first][how] = index
+            if how == ("set", "heads"):
+                self.first_head[layer, first] = cells[first + x[0]].head
+
+    def hooks(self, layer: int, first: int) -> list[tuple[nn.Module, Callable[[Tensor], None]]]:
+        """The hooks of a block call on the cells from `first` on."""
+        hooks = []
+        for (how, kind), index in self.active.get((layer, first), {}).items():
+            if kind == "heads":
+                hooks.append(self._add_heads(layer, first, index))
+            else:
+                hooks.append(self._overwrite(layer, how, kind, index))
+        return hooks
+
+    def _overwrite(
+        self, layer: int, how: str, module: str, index: Int[Tensor, " cell"]
     ) -> tuple[nn.Module, Callable[[Tensor], None]]:
-        """A hook that sets a module's output (cell, packed row, slot) to that of another run."""
-        values = _take(run.contributions[module][layer], row, token)
-        index = tuple(w if isinstance(w, slice) else w.to(values.device) for w in where)
+        """Set the output (cell, packed row, slot) of a module or block to that of another run."""
+        packed, view = self.packed, self.packed.view
+        run = self.run if how == "set" else self.frozen
+        outputs = run.states[layer] if module == "states" else run.contributions[module][layer]
+        if how == "freeze all":
+            values = _take(outputs, view.row[:, None], view.position)
+            where = [index]
+        else:
+            row = packed.source if how == "set" else packed.row
+            values = _take(outputs, row, packed.token)
+            where = [index[:, None], packed.packed_row, packed.first]
+        at = tuple(i.to(values.device) for i in where)
 
         def put(out: Tensor) -> None:
-            out.view(len(cells), *view.position.shape, -1)[index] = values
+            out.view(-1, *view.position.shape, out.shape[-1])[at] = values
 
-        return lm.contribution(module, layer), put
+        block = module == "states"
+        return self.lm.blocks[layer] if block else self.lm.contribution(module, layer), put
 
-    hooks, restored = [], (packed.packed_row, packed.first)
-    if restoration.sever is not None and restoration.freeze_all:
-        hooks = [overwrite(restoration.sever, view.row[:, None], view.position, slice(None))]
-    elif restoration.sever is not None:
-        hooks = [overwrite(restoration.sever, packed.row, packed.token, slice(None), *restored)]
-    windows = [restoration.windows[cell] for cell in cells]
-    active = [i for i, (start, stop) in enumerate(windows) if start <= layer < stop]
-    if restoration.kind != "states" and active:
-        # Windows of consecutive cells differ by one layer, so the active cells are a range.
-        which = slice(active[0], active[-1] + 1)
-        hooks.append(overwrite(restoration.kind, packed.clean, packed.token, which, *restored))
-    return hooks
+    def _add_heads(
+        self, layer: int, first: int, index: Int[Tensor, " cell"]
+    ) -> tuple[nn.Module, Callable[[Tensor], None]]:
+        """Add what changes in the attention's output if one head has the source run's output."""
+        packed, shape = self.packed, self.packed.view.position.shape
+        z = self.run.contributions["heads"][layer].unflatten(-1, (self.lm.n_heads, -1))
+        difference = _take(z, packed.source, packed.token) - _take(z, packed.row, packed.token)
+        # The heads of a layer begin together, so those of a call are a range.
+        chosen = slice(self.first_head[layer, first], self.first_head[layer, first] + len(index))
+        weight = self.lm.head_weight(layer)[chosen]
+        change = torch.einsum("shd,hdw->hsw", difference[:, chosen], weight)
+        where = (index[:, None], packed.packed_row, packed.first)
+        at = tuple(i.to(change.device) for i in where)
+
+        def add(out: Tensor) -> None:
+            outputs = out.view(-1, *shape, out.shape[-1])
+            outputs[at] = outputs[at] + change
+
+        return self.lm.contribution("attn", layer), add
 
 
 # ---- packing
@@ -199,23 +279,24 @@ class PackedSegments:
 
     view: PackedView
     segments: list[Segment]  # in the order of the tensors below
-    answer: Int[Tensor, "segment token"]  # all answers have the same length
     packed_row: Int[Tensor, " segment"]
-    first: Int[Tensor, " segment"]  # the slot of the restored token
+    first: Int[Tensor, " segment"]  # the slot of the cell's token
     last: Int[Tensor, " segment"]  # the slot of the last token
-    token: Int[Tensor, " segment"]  # the restored token's position in the prompt
-    clean: Int[Tensor, " segment"]
+    token: Int[Tensor, " segment"]  # the cell's token's position in the prompt
+    fact: Int[Tensor, " segment"]
+    source: Int[Tensor, " segment"]
     row: Int[Tensor, " segment"]
 
 
 def pack_segments(segments: Sequence[Segment], *, packable: bool = True) -> list[list[Segment]]:
-    """Distribute the segments of each corrupted row to packed rows, first fit, longest first.
+    """Distribute the segments of each base and source row to packed rows, first fit, longest first.
 
     If not `packable`, each segment gets its own row.
     """
-    by_row: dict[int, list[Segment]] = {}
+    by_row: dict[tuple[int, int], list[Segment]] = {}
     for segment in sorted(segments, key=len, reverse=True):
-        by_row.setdefault(segment.row, []).append(segment)
+        # A packed row tells its segments apart by their first token, so it takes one source.
+        by_row.setdefault((segment.row, segment.source), []).append(segment)
     # As wide as a row needs if its segments are spread evenly over rows of about SLOTS.
     totals = [(sum(map(len, row)), len(row[0])) for row in by_row.values()]
     width = max(max(longest, -(-n // -(-n // SLOTS))) for n, longest in totals) if packable else 0
@@ -247,7 +328,7 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
             position[i, slot:stop] = torch.arange(s.start, s.stop)
             start[i, slot:stop] = s.start
             segments.append(s)
-            columns.append((i, slot, stop - 1, s.start, s.clean, s.row))
+            columns.append((i, slot, stop - 1, s.start, s.fact, s.source, s.row))
             slot = stop
     view = PackedView(
         row=torch.tensor([row[0].row for row in rows], device=device),
@@ -255,6 +336,5 @@ def lay_out_segments(rows: list[list[Segment]], device: torch.device) -> PackedS
         start=start.to(device),
         past=int(start.max()),
     )
-    answer = torch.tensor([s.answer for s in segments], device=device)
     located = torch.tensor(columns, device=device).T.contiguous()
-    return PackedSegments(view, segments, answer, *located)
+    return PackedSegments(view, segments, *located)

@@ -1,41 +1,47 @@
 """Stream the trace of one fact: updates of cells while it is being computed.
 
 First comes the record of the clean and corrupted runs, then `CellUpdate`s, then the full record.
-The tables are first estimated from one noise sample, token by token from the last one, whose cells
-are the cheapest; further samples then refine them. The last record is that of `trace`.
+The tables are first estimated from one noise sample, token by token: the subject's tokens from its
+last to its first, then the others from the last. Further samples then refine them. The last record
+is that of `trace`.
 """
 
-import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from factscope.data.readers import everyday_facts
 from factscope.facts import Fact
-from factscope.lm.memory import BatchSizes, Budget
+from factscope.lm.memory import Budget
 from factscope.lm.model import LM
 from factscope.progress import Progress, no_progress
 from factscope.records import CellTable, TraceRecord, as_cell_table
-from factscope.tracing.corruption import NoiseScale, default_noise_scale
-from factscope.tracing.engine import Restoration, restore
+from factscope.tracing.corruption import NoiseScale, default_noise_scale, paired_facts
+from factscope.tracing.engine import restore
 from factscope.tracing.gradients import attributions
+from factscope.tracing.metrics import Metric
 from factscope.tracing.settings import Tracing
-from factscope.tracing.trace import CleanAnswer, TraceBatch, clean_answers
+from factscope.tracing.trace import (
+    CleanAnswer,
+    TableName,
+    TraceBatch,
+    clean_answers,
+    given_answer,
+    with_tables,
+)
 
 SAMPLES_PER_UPDATE = 3
 """Noise samples computed together, after the first."""
-
-TableName = tuple[str, str]
-"""A table's field in the record and its key there, e.g. ("severed", "mlp")."""
 
 
 @dataclass(frozen=True)
 class CellUpdate:
     """New values of a table's cells."""
 
-    table: str  # restored, severed or gradients
+    table: str  # restored, severed, heads or gradients
     kind: str
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
@@ -48,6 +54,8 @@ def stream_trace(
     fact: Fact,
     settings: Tracing | None = None,
     *,
+    answer: str | None = None,
+    foil: str | None = None,
     scale: NoiseScale | None = None,
     memory: int | None = None,
     only: Collection[TableName] | None = None,
@@ -55,13 +63,19 @@ def stream_trace(
 ) -> Iterator[TraceRecord | CellUpdate]:
     """Trace one fact: a record without tables, cell updates, and the full record.
 
-    `only` restricts the tables to the named ones, e.g. [("gradients", "states")]. An exception
-    raised by `progress` stops the trace.
+    `answer` and `foil` are as in `trace`. `only` restricts the tables to the named ones, e.g.
+    [("gradients", "states")]. An exception raised by `progress` stops the trace.
     """
     settings = settings or Tracing()
+    budget = Budget.of(lm, memory)
     scale = scale or default_noise_scale(lm, settings.corruption, [fact])
-    [answer] = clean_answers(lm, [fact], settings)
-    yield from stream_answer(lm, answer, settings, scale, Budget.of(lm, memory), progress, only)
+    [fact] = paired_facts(lm, [fact], settings, everyday_facts())
+    [clean] = clean_answers(lm, [fact], settings)
+    if answer is not None:
+        clean = given_answer(lm, clean, answer)
+    if memory is not None:
+        budget.check_minimum(lm, len(clean.ids), settings.tensors)
+    yield from stream_answer(lm, clean, settings, scale, budget, progress, only, foil=foil)
 
 
 def stream_answer(
@@ -72,15 +86,24 @@ def stream_answer(
     budget: Budget,
     progress: Progress,
     only: Collection[TableName] | None = None,
+    *,
+    foil: str | None = None,
 ) -> Iterator[TraceRecord | CellUpdate]:
     """Trace one fact, given its clean answer."""
-    batch = TraceBatch(lm=lm, answers=[answer], settings=settings, scale=scale)
-    [record], baseline = batch.corrupted_records()
+    batch = TraceBatch(
+        lm=lm, answers=[answer], settings=settings, scale=scale, budget=budget, foil=foil
+    )
+    [record], metric, baseline = batch.records()
     yield record
-    tables = _StreamedTables(batch, float(baseline), budget.batch_sizes(lm), only, progress)
+    tables = _StreamedTables(batch, metric, float(baseline), only, progress)
     yield from tables.restored()
     yield from tables.gradients()
-    yield dataclasses.replace(record, **tables.finished())
+    record = with_tables(record, tables.finished())
+    if settings.lens and (only is None or any(field == "lens" for field, _ in only)):
+        record = replace(record, lens=batch.lenses()[0])
+    if settings.knockout and (only is None or any(field == "knockout" for field, _ in only)):
+        record = replace(record, knockout=batch.knockouts(metric)[0])
+    yield record
 
 
 class _StreamedTables:
@@ -89,23 +112,19 @@ class _StreamedTables:
     def __init__(
         self,
         batch: TraceBatch,
+        metric: Metric,
         baseline: float,
-        sizes: BatchSizes,
         only: Collection[TableName] | None,
         progress: Progress,
     ) -> None:
         [self.answer] = batch.answers
-        self.batch, self.baseline, self.sizes, self.progress = batch, baseline, sizes, progress
+        self.batch, self.metric, self.baseline, self.progress = batch, metric, baseline, progress
         self.shape = len(self.answer.prompt), batch.lm.n_layers
         self.layers = tuple(range(batch.lm.n_layers))
-        self.restorations: dict[TableName, Restoration] = {
-            name: restoration
-            for name, restoration in batch.restorations().items()
-            if only is None or name in only
-        }
+        passes = [[x for x in names if only is None or x in only] for names in batch.passes]
+        self.passes = [names for names in passes if names]
         self.tokens = {
-            name: batch.tokens(self.answer, restoration)
-            for name, restoration in self.restorations.items()
+            name: batch.tokens(self.answer, name) for names in self.passes for name in names
         }
         """Each table's tokens left of the subject, and those it restores."""
         self.sums: dict[TableName, Float[Tensor, "token layer"]] = {}
@@ -118,23 +137,31 @@ class _StreamedTables:
             for kind in (batch.settings.kinds if batch.settings.gradients else ())
             if only is None or ("gradients", kind) in only
         }
-        self.n_tables = len(self.restorations) + len(self.norms)
+        self.n_tables = len(self.tokens) + len(self.norms)
 
     def restored(self) -> Iterator[CellUpdate]:
-        """All tables from one sample, token by token from the last; then refined by the others."""
+        """All tables from one sample, token by token; then refined by the others."""
         for name, (left, _) in self.tokens.items():
             if left:
                 values = ((self.baseline,) * len(self.layers),) * len(left)
                 yield CellUpdate(*name, tuple(left), self.layers, values, self.batch.samples)
-        for token in reversed(range(self.shape[0])):
-            for name, (_, restored) in self.tokens.items():
-                if token in restored:
-                    yield self._restore(name, [token], [0])
-        others = range(1, self.batch.samples)
-        for start in range(0, len(others), SAMPLES_PER_UPDATE):
-            for name, (_, restored) in self.tokens.items():
-                samples = others[start : start + SAMPLES_PER_UPDATE]
-                yield self._restore(name, restored[::-1], samples)
+        start, stop = self.answer.subject
+        others = (t for t in reversed(range(self.shape[0])) if not start <= t < stop)
+        first_group = self.batch.groups[0]
+        for token in (*reversed(range(start, stop)), *others):
+            passes = self.passes
+            if token == stop - 1:  # the first: one table at a time, so that cells appear sooner
+                passes = [[name] for names in passes for name in names]
+            for names in passes:
+                if token in self.tokens[names[0]][1]:
+                    yield from self._restore(names, [token], first_group, [0])
+        for group in self.batch.groups:
+            samples = [sample for sample in group if sample > 0]
+            for i in range(0, len(samples), SAMPLES_PER_UPDATE):
+                for names in self.passes:
+                    tokens = self.tokens[names[0]][1][::-1]
+                    part = samples[i : i + SAMPLES_PER_UPDATE]
+                    yield from self._restore(names, tokens, group, part)
 
     def gradients(self) -> Iterator[CellUpdate]:
         """Integrated gradients, layer by layer from the lowest."""
@@ -148,34 +175,45 @@ class _StreamedTables:
                 values = as_cell_table(norms[:, [layer]].tolist())
                 yield CellUpdate("gradients", kind, tuple(tokens), (layer,), values, 1)
 
-    def finished(self) -> dict[str, dict[str, CellTable]]:
-        """All tables by their field in the record."""
-        tables: dict[str, dict[str, CellTable]] = {"restored": {}, "severed": {}}
+    def finished(self) -> dict[TableName, CellTable]:
+        """All tables."""
+        tables = {}
         for name, sums in self.sums.items():
             mean = sums / self.batch.samples
             mean[self.tokens[name][0]] = self.baseline
-            tables[name[0]][name[1]] = as_cell_table(mean.tolist())
-        tables["gradients"] = {k: as_cell_table(x.tolist()) for k, x in self.norms.items()}
+            tables[name] = as_cell_table(mean.tolist())
+        for kind, norms in self.norms.items():
+            tables["gradients", kind] = as_cell_table(norms.tolist())
         return tables
 
     def _restore(
-        self, name: TableName, tokens: Sequence[int], samples: Sequence[int]
-    ) -> CellUpdate:
+        self,
+        names: Sequence[TableName],
+        tokens: Sequence[int],
+        group: range,
+        samples: Sequence[int],
+    ) -> Iterator[CellUpdate]:
         """Restore tokens in further samples; the cells become the mean over all samples so far."""
-        batch, sums, length = self.batch, self.sums[name], len(self.answer.ids)
-        segments = batch.segments(0, samples, tokens)
-        work = batch.samples * sum(length - token for token in self.tokens[name][1])
-        fraction = sum(map(len, segments)) / work / self.n_tables
-        cells = restore(
+        batch, length = self.batch, len(self.answer.ids)
+        segments = batch.segments(0, group, samples, tokens)
+        work = batch.samples * sum(length - token for token in self.tokens[names[0]][1])
+        fraction = len(names) * sum(map(len, segments)) / work / self.n_tables
+        run, frozen = batch.runs(names[0], group)
+        values = restore(
             batch.lm,
-            batch.run,
+            run,
             segments,
-            self.restorations[name],
-            self.sizes,
+            [cell for name in names for cell in batch.tables[name]],
+            self.metric,
+            batch.sizes,
             lambda part: self.progress(part * fraction),
+            frozen=frozen,
         )
-        batch.refuse_nan(cells, "a restored run")
-        sums[list(tokens)] += cells.double().view(len(samples), len(tokens), -1).sum(0)
+        batch.refuse_nan(values, "a restored run")
         so_far = samples[-1] + 1
-        values = as_cell_table((sums[list(tokens)] / so_far).tolist())
-        return CellUpdate(*name, tuple(tokens), self.layers, values, so_far)
+        cells = values.double().view(len(samples), len(tokens), -1).sum(0)
+        for name, own in zip(names, cells.split(len(self.layers), dim=1), strict=True):
+            sums = self.sums[name]
+            sums[list(tokens)] += own
+            means = as_cell_table((sums[list(tokens)] / so_far).tolist())
+            yield CellUpdate(*name, tuple(tokens), self.layers, means, so_far)
