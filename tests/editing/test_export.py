@@ -20,6 +20,7 @@ from factscope.editing.export import energy_kept, export_checkpoint, export_peft
 from factscope.errors import BadEdit, BadSetting, UnsafeEdit
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
+from factscope.lm.sources import DEFAULT_MODEL
 
 from editing_facts import text_lm
 from edits import (
@@ -208,6 +209,14 @@ def test_the_files_match_those_that_peft_writes(family: str, bias: bool, tmp_pat
 
 
 FILE = "adapter_model.safetensors"
+
+
+def test_the_base_of_an_adapter_is_a_hub_id(llama: LM, tmp_path: Path) -> None:
+    """Other tools do not know factscope's short names."""
+    lm = replace(llama, name=DEFAULT_MODEL)
+    export_peft(edit_of(lm, {mlp(lm, 0): low_rank(lm, mlp(lm, 0), 1)}), lm, tmp_path / "adapter")
+    base = config_of(tmp_path / "adapter")["base_model_name_or_path"]
+    assert base == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_a_dense_change_is_factored_along_its_shorter_side(llama: LM, tmp_path: Path) -> None:

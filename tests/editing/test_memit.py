@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.editing.contexts import ContextRow, edit_request, kl_row
 from factscope.editing.edit import Dense, Edit, LowRank
-from factscope.editing.memit import FACTS_PER_PASS, BoundMemit, memit_update
+from factscope.editing.editor import raise_first_error
+from factscope.editing.memit import FACTS_PER_PASS, BoundMemit, input_change, memit_update
 from factscope.editing.reference import search_delta
-from factscope.editing.settings import PAPER_MEMIT, Memit, ValueSearch
+from factscope.editing.settings import PAPER_MEMIT, PAPER_SEARCH, Memit, ValueSearch
+from factscope.editing.value_search import usual_norm
 from factscope.errors import BadEdit, BadFact, BadSetting, DidNotConverge
 from factscope.facts import Fact
-from factscope.lm.hooks import hook_calls, hook_outputs
+from factscope.lm.hooks import hook_calls, hook_io, hook_outputs
 from factscope.lm.model import LM
+from factscope.progress import no_progress
 from factscope.stats.second_moment import file_name, save_second_moment
 
 from editing_facts import FACTS, FEW, PREFIXES, random_moment, text_lm
@@ -29,7 +32,7 @@ DEFAULT = Memit()
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {
         "base": PAPER_MEMIT,
-        "search": replace(FEW, kl_position="edit-token", weight_decay_form="paper"),
+        "search": replace(PAPER_SEARCH, steps=5, lr=0.1),
     },
     "one layer": {"layers": (1,)},
     "all layers": {"layers": (0, 1, 2), "token": "last"},
@@ -83,7 +86,11 @@ def reference_memit(bound: BoundMemit, facts: Sequence[Fact]) -> Edit:
         last_row = kl_row(lm, request.fact, settings.token, bound.search.kl_position)
         rows = [*request.rows, last_row]
         _, h = key_and_state(lm, rows[0], layers[-1], layers[-1])
-        delta, steps = search_delta(lm, rows, lm.blocks[layers[-1]], bound.search, h.norm())
+        norm = h.norm().item()
+        if bound.search.unit == "layer":
+            norm = usual_norm(lm, layers[-1], "state", settings.token)
+        block, everywhere = lm.blocks[layers[-1]], torch.ones(len(rows))
+        delta, steps = search_delta(lm, rows, block, bound.search, norm, everywhere)
         z.append(h + delta)
         losses.append(steps)
     edit = Edit(
@@ -97,8 +104,14 @@ def reference_memit(bound: BoundMemit, facts: Sequence[Fact]) -> Edit:
         if settings.key == "half-bare" and bound.prefixes:
             keys = [torch.stack([mine[0], mine[1:].mean(0)]) for mine in keys]
         K = torch.stack([mine.mean(0) for mine in keys]).double().T
-        h = torch.stack([mine[0][1] for mine in seen]).double()
-        R = ((torch.stack(z).double() - h) / (len(layers) - n)).T
+        h = torch.stack([mine[0][1] for mine in seen])
+        R = (torch.stack(z) - h) / (len(layers) - n)
+        if norm := lm.mlp_norm(layer):
+            with edit.applied(lm, force=True):
+                io = [norm_io(lm, r.rows[0], norm) for r in requests]
+            x, y = (torch.stack(some) for some in zip(*io, strict=True))
+            R = input_change(norm, x, y, R)
+        R = R.double().T
         moment = bound.second_moments[n]
         C = torch.eye(len(K), dtype=torch.double) if moment is None else moment.matrix.double()
         if moment is not None:
@@ -120,6 +133,15 @@ def key_and_state(lm: LM, row: ContextRow, layer: int, last: int) -> tuple[Tenso
     ):
         lm.model(torch.tensor([row.ids]), use_cache=False)
     return seen[0][row.edit_position], seen[1][row.edit_position]
+
+
+def norm_io(lm: LM, row: ContextRow, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Input and output of a norm at the edit position."""
+    seen: list[Tensor] = []
+    with hook_io((norm, lambda x, y: seen.extend((x.clone(), y.clone())))):
+        lm.model(torch.tensor([row.ids]), use_cache=False)
+    x, y = (part.reshape(len(row.ids), -1)[row.edit_position] for part in seen)
+    return x, y
 
 
 def assert_same(found: Edit, wanted: Edit, tolerance: float = 1e-4) -> None:
@@ -205,6 +227,68 @@ def test_more_facts_than_fit_in_one_pass(gpt2: LM, tmp_path: Path) -> None:
     assert all(isinstance(change, Dense) for change in edit.changes.values())
     assert edit.facts == tuple(facts)
     assert_same(edit, reference_memit(memit.bind(gpt2), facts))
+
+
+# ---- the written value in the state
+
+NORMALISING = ["gemma2", "gemma3_text", "olmo2", "opt, projected"]
+
+
+def state_and_z(lm: LM, memit: Memit) -> tuple[Tensor, Tensor, Tensor]:
+    """The state h before the edit, the edited state, and z, which it should be."""
+    bound = memit.bind(lm)
+    [value] = raise_first_error(bound.searcher.search(FACTS[:1], no_progress))
+    [edit] = raise_first_error(bound.insert([value], [[0]]))
+    with edit.applied(lm, force=True):
+        _, state = key_and_state(lm, value.request.rows[0], bound.layers[-1], bound.layers[-1])
+    return value.values[0], state, value.values[0] + value.delta
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NORMALISING)))
+def test_the_value_arrives_in_the_state(family: str) -> None:
+    """The update makes the last edited layer's state z, where λ is small enough to be exact."""
+    lm = text_lm(family)
+    memit = Memit(layers=(0, 1), covariance_weight=1e-6, prefixes=(), second_moment="identity",
+                  search=FEW)  # fmt: skip
+    h, state, z = state_and_z(lm, memit)
+    assert (state - z).norm() < 1e-3 * (z - h).norm()
+
+
+@pytest.mark.parametrize("clamp", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("family", NORMALISING)
+def test_the_value_arrives_through_a_norm(family: str, clamp: float) -> None:
+    """What a norm can give of z arrives: most of it, and nothing overshoots."""
+    lm = text_lm(family)
+    memit = Memit(layers=(0, 1), covariance_weight=1e-6, prefixes=(), second_moment="identity",
+                  search=replace(FEW, clamp=clamp))  # fmt: skip
+    h, state, z = state_and_z(lm, memit)
+    assert (state - z).norm() < 0.5 * (z - h).norm()
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_input_change_gives_the_nearest_output(kind: Any, size: float) -> None:
+    """Against gradient descent on the input, from several starts."""
+    draw = torch.Generator().manual_seed(0)
+    norm = kind(8, eps=1e-12).double().requires_grad_(False)
+    for weight in norm.parameters():
+        weight += torch.randn(8, generator=draw)
+    x = 5 * torch.randn(2, 8, generator=draw, dtype=torch.double)
+    y = norm(x)
+    target = y + size * torch.randn(2, 8, generator=draw, dtype=torch.double)
+    change = input_change(norm, x, y, target - y)
+    found = (norm(x + change.double()) - target).norm(dim=-1)
+    if size == 0:
+        assert change.abs().max() < 1e-4
+    for _ in range(5):
+        guess = torch.randn(2, 8, generator=draw, dtype=torch.double).requires_grad_()
+        adam = torch.optim.Adam([guess], lr=0.05)
+        for _ in range(300):
+            adam.zero_grad()
+            with torch.enable_grad():
+                (norm(guess) - target).square().sum().backward()
+            adam.step()
+        assert (found <= (norm(guess.detach()) - target).norm(dim=-1) + 1e-4).all()
 
 
 # ---- many facts

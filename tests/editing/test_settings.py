@@ -71,7 +71,11 @@ def test_no_clamp_is_the_text_inf(method: type[Rome | Memit], clamp: Any) -> Non
     [
         (("magic",), {}, "method is 'magic'; choose from rome, r-rome, ft"),
         (("rome", "easy"), {}, "preset is 'easy'; rome has default, paper"),
-        (("rome",), {"speed": 3}, "rome has no setting 'speed'; it has facts_per_pass, key, layer"),
+        (
+            ("rome",),
+            {"speed": 3},
+            "rome has no setting 'speed'; it has context_tolerance, facts_per_pass, key, layer",
+        ),
         (("rome",), {"facts_per_pass": 0}, "facts_per_pass is 0; give 1 or more"),
     ],
 )
@@ -94,7 +98,7 @@ def test_bad_names_are_refused(given: Any, settings: dict[str, Any], message: st
             "max_change is 'much'; give a number, default or none",
         ),
         (KN(), "rule", "gauss", "rule is 'gauss'; choose from radau, ends"),
-        (Rome(), "key", "x", "key is 'x'; choose from mean, bare"),
+        (Rome(), "key", "x", "key is 'x'; choose from mean-and-bare, mean, bare"),
         (Rome(), "second_moment", "Identity", "second_moment is 'Identity'; give find or identity"),
         (Memit(), "second_moment", "none", "second_moment is 'none'; give find or identity"),
         (Rome(), "layer", "x", "layer is 'x'; give a whole number, auto or none"),

@@ -16,7 +16,7 @@ FACTS = [
     Fact(subject="Vienna", prompt="The capital of {} is", target="Norway"),
 ]
 PREFIXES = ("The Nile flows. ", "Light travels at 100 degrees and so. ")
-FEW = ValueSearch(steps=5, lr=0.1, weight_decay=1e-3, clamp=50.0)
+FEW = ValueSearch(steps=5, lr=0.1, weight_decay=1e-3, clamp=50.0, retry=False)
 """Few steps on a tiny model."""
 
 

@@ -20,6 +20,7 @@ from factscope.stats.second_moment import (
     VERSION,
     SecondMoment,
     cached_path,
+    direction_difference,
     find_second_moment,
     load_second_moment,
     merge_second_moments,
@@ -79,6 +80,22 @@ def test_statistics_of_another_model_layer_or_width_are_refused() -> None:
         mine.check(tiny("opt"), 1)
     with pytest.raises(BadStats, match="width 4"):
         replace(mine, matrix=torch.eye(4)).check(lm, 1)
+
+
+def test_direction_difference_is_that_of_normalised_solutions() -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(5, 6)
+    one, two = (second_moment(x.T @ x / 50) for x in torch.randn(2, 50, 6))
+    differences = []
+    for k in keys:
+        a, b = (torch.linalg.solve(moment.matrix, k) for moment in (one, two))
+        a, b = a / (a @ k), b / (b @ k)
+        differences.append(((a - b).norm() / ((a + b) / 2).norm()).item())
+    found = direction_difference(one, two, keys)
+    assert found == pytest.approx(sorted(differences)[2], rel=1e-4)
+    # A common factor does not change an edit.
+    scaled = replace(two, matrix=3 * two.matrix)
+    assert direction_difference(two, scaled, keys) == pytest.approx(0, abs=1e-5)
 
 
 def test_merging_weights_by_tokens() -> None:

@@ -1,17 +1,21 @@
-"""Edit checks: how large an edit is, and how much it changes the perplexity of unrelated text."""
+"""Edit checks: whether an edit took, how large it is, and how it changes unrelated text."""
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from factscope.data.readers import everyday_cases, everyday_facts
+from factscope.editing.contexts import TokenRow, edit_request, pad_rows
 from factscope.editing.edit import Edit, EditChecks
 from factscope.editing.per_row import edited, factors_applied, factors_by_row, linear_of
 from factscope.errors import PromptTooLong
+from factscope.facts import Fact
 from factscope.lm.accel import MIN_BATCH, accelerated
 from factscope.lm.tokens import encode
 
@@ -49,10 +53,146 @@ def with_checks(
             for i in range(0, len(models), EDITS_PER_PASS)
             for perplexity in _text_perplexities(lm, models[i : i + EDITS_PER_PASS])
         ]
-    return [
+    checked = [
         replace(edit, checks=measure_checks(lm, edit, before, perplexity, factor))
         for edit, factor, perplexity in zip(edits, factors, after, strict=True)
     ]
+    return with_predictions(lm, checked)
+
+
+# ---- predictions: the edit's own prompts, and prompts about other subjects
+
+NEIGHBOURS = 16
+"""Prompts about other subjects, for each edit."""
+MIN_PROBABILITY = 0.1
+"""A neighbour counts if the unedited model's most likely token has at least this probability: small
+changes decide between tokens that are all unlikely."""
+TOKENS_PER_PASS = 8192
+
+
+def with_predictions(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
+    """The edits with what prompts predict added to their checks: whether their facts took, and how
+    many neighbours changed. All edits share one batch."""
+    own = [(i, fact) for i, edit in enumerate(edits) for fact in edit.facts if fact.target]
+    own_rows = [edit_request(lm, fact).rows[0] for _, fact in own]
+    neighbours = [_neighbour_rows(lm, edit.facts) for edit in edits]
+    distinct = list(dict.fromkeys(row for rows in neighbours for row in rows))
+    rows = [(i, row) for (i, _), row in zip(own, own_rows, strict=True)]
+    rows += [(i, row) for i, of_edit in enumerate(neighbours) for row in of_edit]
+    tops = _top_tokens(lm, [*rows, *((None, row) for row in distinct)], edits)
+    unedited = dict(zip(distinct, tops[len(rows) :], strict=True))
+    taken: list[list[bool]] = [[] for _ in edits]
+    changed: list[list[bool]] = [[] for _ in edits]
+    for n, ((i, row), top) in enumerate(zip(rows, tops, strict=False)):
+        if n < len(own):
+            taken[i].append(top.tokens == row.labels)
+        elif unedited[row].probability >= MIN_PROBABILITY:
+            changed[i].append(top.tokens != unedited[row].tokens)
+    return [
+        replace(
+            edit,
+            checks=edit.checks
+            and replace(edit.checks, taken=_mean(taken[i]), neighbours_changed=_mean(changed[i])),
+        )
+        for i, edit in enumerate(edits)
+    ]
+
+
+def facts_taken(lm: "LM", edits: Sequence[Edit]) -> list[list[bool]]:
+    """For each fact of each edit: is every token of its new object the most likely one after its
+    prompt? (`value_search` continues a search by this.)"""
+    rows = [(i, edit_request(lm, x).rows[0]) for i, edit in enumerate(edits) for x in edit.facts]
+    taken: list[list[bool]] = [[] for _ in edits]
+    for (i, row), top in zip(rows, _top_tokens(lm, rows, edits), strict=True):
+        taken[i].append(top.tokens == row.labels)
+    return taken
+
+
+def _mean(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def neighbour_prompts(facts: Sequence[Fact], count: int = NEIGHBOURS) -> list[str]:
+    """Built-in prompts about other subjects: half of them as similar to the facts' prompts as
+    possible, most of these of the same relation; the others of all kinds."""
+    texts = [fact.text for fact in facts]
+    relations = {fact.relation for fact in facts} - {None}
+    templates = [set(t.split()) for t in dict.fromkeys(fact.prompt for fact in facts)]
+
+    def similarity(fact: Fact) -> float:
+        words = set(fact.prompt.split())
+        overlap = max((len(words & x) / len(words | x) for x in templates), default=0.0)
+        return overlap + (fact.relation in relations)
+
+    pool = [
+        fact
+        for fact in (*everyday_facts(), *(case.fact for case in everyday_cases()))
+        if not any(fact.subject in text for text in texts)
+        and not any(other.subject in fact.text for other in facts)
+    ]
+    similar = sorted(pool, key=similarity, reverse=True)[: count // 2]
+    rest = [fact for fact in pool if fact not in similar]
+    general = rest[:: max(1, len(rest) // (count - len(similar)))]
+    return [fact.text for fact in [*similar, *general][:count]]
+
+
+def _neighbour_rows(lm: "LM", facts: Sequence[Fact]) -> list[TokenRow]:
+    """The neighbours' prompts as tokens; those that the model's context is too short for are left
+    out."""
+    rows = []
+    for text in neighbour_prompts(facts):
+        with suppress(PromptTooLong):
+            ids = encode(lm, text).ids
+            rows.append(TokenRow(ids, (len(ids) - 1,), ()))
+    return rows
+
+
+class _Top(NamedTuple):
+    """The most likely tokens at a row's positions."""
+
+    tokens: tuple[int, ...]
+    probability: float  # of the first
+
+
+@torch.no_grad()
+def _top_tokens(
+    lm: "LM", rows: Sequence[tuple[int | None, TokenRow]], edits: Sequence[Edit]
+) -> list[_Top]:
+    """The most likely token at each row's positions, with the edit of that index or with None."""
+    tops: dict[int, _Top] = {}
+    if any(linear_of(lm, name) is None for edit in edits for name in edit.changes):
+        for which in (None, *range(len(edits))):
+            numbers = [n for n, (i, _) in enumerate(rows) if i == which]
+            with nullcontext() if which is None else edits[which].applied(lm, force=True):
+                found = _top_tokens(lm, [(None, rows[n][1]) for n in numbers], [])
+            tops |= dict(zip(numbers, found, strict=True))
+        return [tops[n] for n in range(len(rows))]
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n][1].ids))
+    while order:
+        numbers = order[-max(1, TOKENS_PER_PASS // len(rows[order[-1]][1].ids)) :]
+        order = order[: -len(numbers)]
+        batch = [rows[n][1] for n in numbers]
+        ids = pad_rows(batch, lm.device)
+        lengths = [len(row.positions) for row in batch]
+        row = torch.arange(len(batch)).repeat_interleave(torch.tensor(lengths))
+        position = torch.tensor([x for row in batch for x in row.positions])
+
+        def logits(ids: Tensor = ids, row: Tensor = row, position: Tensor = position) -> Tensor:
+            states = lm.model.base_model(ids, use_cache=False).last_hidden_state
+            return lm.head(states[row.to(states.device), position.to(states.device)])
+
+        used = sorted({i for n in numbers if (i := rows[n][0]) is not None})
+        models = [None, *(edits[i] for i in used)]
+        index = [0 if (i := rows[n][0]) is None else used.index(i) + 1 for n in numbers]
+        with edited(lm, models, index):
+            top = accelerated(lm, logits, batch=len(batch)).float().softmax(-1).max(-1)
+        tokens, probabilities = (x.cpu().split(lengths) for x in (top.indices, top.values))
+        for n, ids, values in zip(numbers, tokens, probabilities, strict=True):
+            tops[n] = _Top(tuple(ids.tolist()), values[0].item())
+    return [tops[n] for n in range(len(rows))]
+
+
+# ---- the check text
 
 
 def measure_checks(
@@ -87,10 +227,15 @@ def raise_if_unsafe(lm: "LM", edit: Edit) -> None:
     checked.checks.raise_if_unsafe()
 
 
+def text_perplexity(lm: "LM") -> float:
+    """The text's perplexity under the model as it is, with the edits that are applied."""
+    return _text_perplexities(lm, [None])[0]
+
+
 def _perplexity_applied(lm: "LM", edit: Edit) -> float:
     """The text's perplexity with the edit in the weights: rows cannot have edits of embeddings."""
     with edit.applied(lm, force=True):
-        return _text_perplexities(lm, [None])[0]
+        return text_perplexity(lm)
 
 
 @torch.no_grad()

@@ -92,7 +92,8 @@ def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:
     bare = replace(fact, target=None)
     # A prefix must not contain a second slot for the subject.
     texts = [prefix.replace(SUBJECT_SLOT, "") for prefix in prefixes]
-    return [bare, *(replace(bare, prompt=text + bare.prompt) for text in texts)]
+    before, after = bare.prompt[: bare.context_start], bare.prompt[bare.context_start :]
+    return [bare, *(replace(bare, prompt=before + text + after) for text in texts)]
 
 
 def target_ids(lm: "LM", fact: Fact) -> tuple[int, ...]:

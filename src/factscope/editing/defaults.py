@@ -1,23 +1,30 @@
 """Defaults that depend on the model: layers, clamps and limits, with the source of each number.
 
-A model is recognised by its family, number of layers and width. One without a row in a table is
-edited at the usual depth. FT+L then takes its limit relative to the standard deviation of the
-weight, because what a change of 5e-4 does depends on the size of the entries: published limits
-differ by a factor of 40 between GPT-2 medium and GPT-J.
+A calibration (`editing.calibration`) comes first: it was measured on the very model. Otherwise a
+model is recognised by its family, number of layers and width. One without a row in a table is
+edited at the usual depth, and ROME's clamp is cautious. FT+L then takes its limit relative to the
+standard deviation of the weight, because what a change of 5e-4 does depends on the size of the
+entries: published limits differ by a factor of 40 between GPT-2 medium and GPT-J.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from factscope.editing.calibration import calibrated_values, find_calibration
 from factscope.editing.settings import FineTuneMethod, Layer, SecondMomentSetting
-from factscope.errors import BadSetting
+from factscope.errors import BadFact, BadSetting, FactscopeError
 from factscope.facts import Fact
-from factscope.stats.second_moment import SecondMoment, find_second_moment
+from factscope.stats.second_moment import (
+    SecondMoment,
+    find_second_moment,
+    layers_with_second_moments,
+)
 from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import trace
 
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+D = TypeVar("D", "RomeDefaults", "MemitDefaults")
 Shape = tuple[str, int, int]
 """Model type, number of layers, width."""
 
@@ -48,6 +56,8 @@ class RomeDefaults:
 
     layer: int
     clamp: float = 4.0
+    lr: float = 0.5
+    weight_decay: float = 0.01
     source: str
 
 
@@ -67,13 +77,32 @@ DEPTH = 0.18
 trials on the default model favour."""
 
 
+CAUTIOUS_CLAMP = 1.0
+"""Clamp of a model without a row. Models need clamps from below 1 to 4; one that is too large
+changes facts about other subjects, one that is too small leaves some edits without effect."""
+
+
 def rome_defaults(lm: "LM") -> RomeDefaults:
-    """The model's row, or a layer at the usual depth."""
+    """The calibrated settings, the model's row, or a layer at the usual depth."""
     by_depth = RomeDefaults(
         layer=min(lm.n_layers - 1, round(DEPTH * lm.n_layers)),
+        clamp=CAUTIOUS_CLAMP,
         source=f"{DEPTH:g} of the depth, as in the models that were tried",
     )
-    return ROME.get(_shape(lm), by_depth)
+    return _calibrated(lm, "rome", ROME.get(_shape(lm), by_depth))
+
+
+def _calibrated(lm: "LM", method: str, row: D) -> D:
+    """The row with the calibrated settings, if the model has a calibration of the method."""
+    values = calibrated_values(lm, method)
+    if values and hasattr(row, "source"):
+        values = {**values, "source": "factscope calibrate"}
+    return replace(row, **values)  # pyright: ignore[reportArgumentType]
+
+
+def has_own_defaults(lm: "LM") -> bool:
+    """Whether the defaults were measured for this model: published for it, or calibrated."""
+    return _shape(lm) in ROME or find_calibration(lm) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +114,9 @@ class MemitDefaults:
     """λ"""
     steps: int = 20
     clamp: float = 0.75
+    lr: float = 0.1
+    """A state is several times as long as a value, so the first step is a smaller part of it."""
+    weight_decay: float = 0.01
 
 
 MEMIT: dict[Shape, MemitDefaults] = {
@@ -99,12 +131,12 @@ MEMIT: dict[Shape, MemitDefaults] = {
 
 
 def memit_defaults(lm: "LM") -> MemitDefaults:
-    """The model's row, or the five layers up to ROME's."""
+    """The calibrated settings, the model's row, or the five layers up to ROME's."""
     last = rome_defaults(lm).layer
     # As in the published settings.
     up_to_rome = tuple(range(max(0, last - 4), last + 1))
     by_depth = MemitDefaults(layers=up_to_rome, covariance_weight=15_000.0)
-    return MEMIT.get(_shape(lm), by_depth)
+    return _calibrated(lm, "memit", MEMIT.get(_shape(lm), by_depth))
 
 
 # ---- fine-tuning
@@ -161,6 +193,8 @@ FINETUNE_BY_DEPTH: dict[FineTuneMethod, FineTuneByDepth] = {
 
 def finetune_layer(lm: "LM", method: FineTuneMethod) -> int:
     """The layer that a method trains in this model."""
+    if "layer" in (calibrated := calibrated_values(lm, method)):
+        return calibrated["layer"]
     if row := FINETUNE.get(_shape(lm), {}).get(method):
         return row.layer
     return int(FINETUNE_BY_DEPTH[method].depth * lm.n_layers)
@@ -168,6 +202,8 @@ def finetune_layer(lm: "LM", method: FineTuneMethod) -> int:
 
 def finetune_max_change(lm: "LM", method: FineTuneMethod, weight_std: float) -> float | None:
     """The limit of a method in this model, given the standard deviation of the trained weight."""
+    if limit := calibrated_values(lm, method).get("max_change"):
+        return limit
     if row := FINETUNE.get(_shape(lm), {}).get(method):
         return row.max_change
     in_stds = FINETUNE_BY_DEPTH[method].max_change_in_stds
@@ -177,14 +213,23 @@ def finetune_max_change(lm: "LM", method: FineTuneMethod, weight_std: float) -> 
 # ---- layers
 
 
-def resolve_layer(lm: "LM", layer: Layer, facts: Sequence[Fact]) -> int:
-    """The index of ROME's layer; with "auto" the median of the facts' traced layers."""
+def resolve_layer(
+    lm: "LM", layer: Layer, facts: Sequence[Fact], second_moment: SecondMomentSetting = "find"
+) -> int:
+    """The index of ROME's layer; with "auto" the median of the facts' traced layers.
+
+    With statistics of some layers only, one of these layers is chosen. Facts without a clear effect
+    are left out; if none has one, that is an error.
+    """
     if layer is None:
         return rome_defaults(lm).layer
-    if layer == "auto":
-        traced = sorted(traced_layer(lm, fact) for fact in facts)
-        return traced[len(traced) // 2]
-    return check_layer(lm, layer)
+    if layer != "auto":
+        return check_layer(lm, layer)
+    traced = traced_layers(lm, facts, second_moment)
+    found = sorted(x for x in traced if isinstance(x, int))
+    if not found:
+        raise next((x for x in traced if isinstance(x, FactscopeError)), BadFact("no facts"))
+    return found[len(found) // 2]
 
 
 def check_layer(lm: "LM", layer: int) -> int:
@@ -194,11 +239,64 @@ def check_layer(lm: "LM", layer: int) -> int:
     return layer
 
 
-def traced_layer(lm: "LM", fact: Fact) -> int:
-    """The layer whose restored MLP output at the last subject token recovers the answer best."""
-    record = trace(lm, replace(fact, target=None), Tracing(kinds=("mlp",)))
-    row = record.subject[1] - 1
-    return int(np.argmax(np.asarray(record.restored["mlp"])[row]))
+MIN_TOTAL_EFFECT = 0.01
+"""A trace with a smaller total effect P[o] - P*[o] chooses no layer."""
+
+
+def traced_layers(
+    lm: "LM", facts: Sequence[Fact], second_moment: SecondMomentSetting = "find"
+) -> list[int | FactscopeError]:
+    """The traced layer of each fact, or why there is none. Kept with the model: the layers are
+    those of its weights when a fact was first traced."""
+    cache: dict[Any, int | FactscopeError] = lm.cache.setdefault("traced layers", {})
+    layers = _layers_given(lm, second_moment)
+    results = []
+    for fact in facts:
+        key = fact.text, fact.subject_span, fact.old, layers
+        if key not in cache:
+            try:
+                cache[key] = traced_layer(lm, fact, layers)
+            except (BadFact, BadSetting) as error:
+                cache[key] = error
+        results.append(cache[key])
+    return results
+
+
+def traced_layer(lm: "LM", fact: Fact, layers: Sequence[int] | None = None) -> int:
+    """The layer whose restored MLP output at the last subject token recovers the answer best.
+
+    The answer is the object that the edit replaces, or the most likely token if that is not known.
+    The last layer is left out: no attention follows that could move a value to the last token.
+    """
+    candidates = range(lm.n_layers - 1) if layers is None else layers
+    if not candidates:
+        raise BadSetting(
+            f"no layer of {lm.name} below its last one has statistics; give --layer, or --stats of "
+            "other layers"
+        )
+    record = trace(lm, replace(fact, target=None), Tracing(kinds=("mlp",)), answer=fact.old)
+    restored = np.asarray(record.restored["mlp"])[record.subject[1] - 1]
+    best = max(candidates, key=lambda layer: restored[layer])
+    samples = np.asarray(record.corrupted_samples)
+    noise = 2 * samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
+    if record.total_effect < max(MIN_TOTAL_EFFECT, noise) or restored[best] <= record.corrupted:
+        raise BadFact(
+            f"a trace of {fact.text!r} does not show a layer: P({record.answer!r}) is "
+            f"{record.clean:.2g} and {record.corrupted:.2g} with a corrupted subject, "
+            f"{max(restored[best], 0):.2g} at best with a restored MLP output; give --layer N"
+        )
+    return best
+
+
+def _layers_given(lm: "LM", setting: SecondMomentSetting) -> tuple[int, ...] | None:
+    """The layers below the last one that have given statistics; None if none are given."""
+    if isinstance(setting, str):
+        return None
+    given = [setting] if isinstance(setting, SecondMoment) else list(setting)
+    layers = {x.layer for x in given if isinstance(x, SecondMoment)}
+    if paths := [x for x in given if isinstance(x, str | Path)]:
+        layers |= set(layers_with_second_moments(lm, paths))
+    return tuple(sorted(layers & set(range(lm.n_layers - 1))))
 
 
 # ---- C

@@ -147,11 +147,16 @@ class CheckLimits:
     """Maximum ‖ΔW‖ / ‖W‖ of the weight that changes most."""
     perplexity: float = 1.5
     """Maximum factor by which the perplexity of an unrelated text may grow."""
+    neighbours_changed: float = 0.25
+    """Maximum fraction of unrelated prompts whose most likely next token may change."""
+    broken_perplexity: float = 5.0
+    """Above this factor the model counts as broken, not only as changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditChecks:
-    """Measurements of an edit that show whether it damages the model (see `editing.checks`)."""
+    """Measurements of an edit: whether it took, and whether it damages the model (see
+    `editing.checks`)."""
 
     division_factor: float | None
     """Smallest cosine between a key and the direction it is divided by; None if the method has
@@ -160,11 +165,35 @@ class EditChecks:
     """Largest ‖ΔW‖ / ‖W‖ over the changed weights."""
     perplexity_before: float
     perplexity_after: float
+    taken: float | None = None
+    """Fraction of the edit's facts whose new object is the most likely one, token by token, after
+    their prompt; None if not measured."""
+    neighbours_changed: float | None = None
+    """Fraction of unrelated prompts whose most likely next token changed; None if not measured."""
 
     @property
     def perplexity_growth(self) -> float:
         """The factor by which the unrelated text's perplexity grew."""
         return self.perplexity_after / self.perplexity_before
+
+    @property
+    def broken(self) -> str | None:
+        """Why the edited model is broken: it no longer predicts unrelated text; None if it does."""
+        return broken_text(self.perplexity_before, self.perplexity_after)
+
+    @property
+    def verdict(self) -> str:
+        """How "The edit …" ends: "took", "did not take", "damaged others" or "broke the model"; for
+        several facts also "took for 3 % of its facts"."""
+        if self.broken:
+            return "broke the model"
+        if self.complaints():
+            return "damaged others"
+        if self.taken is None:
+            return "was not tried on its prompt"
+        if 0 < self.taken < 1:
+            return f"took for {100 * self.taken:.0f} % of its facts"
+        return "took" if self.taken else "did not take"
 
     def complaints(self, limits: CheckLimits | None = None) -> list[str]:
         """One sentence for each limit that the edit breaks. A NaN breaks its limit."""
@@ -183,6 +212,12 @@ class EditChecks:
                 f"perplexity of unrelated text from {self.perplexity_before:.4g} to "
                 f"{self.perplexity_after:.4g}, above {limits.perplexity:g} times"
             )
+        changed = self.neighbours_changed
+        if changed is not None and not changed <= limits.neighbours_changed:
+            messages.append(
+                f"{100 * changed:.0f} % of unrelated prompts have another most likely next token, "
+                f"above {100 * limits.neighbours_changed:.0f} %"
+            )
         return messages
 
     def raise_if_unsafe(self, limits: CheckLimits | None = None) -> None:
@@ -197,6 +232,14 @@ class EditChecks:
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
+
+
+def broken_text(before: float, after: float, limits: CheckLimits | None = None) -> str | None:
+    """Why a model is broken, by the perplexity of unrelated text without and with its edits."""
+    limit = (limits or CheckLimits()).broken_perplexity
+    if after <= limit * before:
+        return None
+    return f"perplexity of unrelated text from {before:.4g} to {after:.4g}, above {limit:g} times"
 
 
 # ---- edits

@@ -24,7 +24,7 @@ from factscope.editing.edit import Change, Edit, LowRank, applied_edits, is_tran
 from factscope.editing.per_row import linear_of
 from factscope.errors import BadEdit, BadSetting
 from factscope.io import scratch_folder
-from factscope.lm.sources import quiet_transformers
+from factscope.lm.sources import SHORT_NAMES, quiet_transformers
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -178,10 +178,11 @@ def _padded(change: LowRank, rank: int) -> LowRank:
 def _peft_config(factors: Mapping[str, LowRank], lm: "LM") -> dict[str, Any]:
     """`adapter_config.json`; alpha equals the rank, so nothing is scaled."""
     rank = next(iter(factors.values())).rank
+    short = SHORT_NAMES.get(lm.name)  # a name that only factscope knows
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": lm.name,
+        "base_model_name_or_path": short.hub_id if short else lm.name,
         # Full module names: a short one would match the same layer of other blocks.
         "target_modules": list(factors),
         "r": rank,

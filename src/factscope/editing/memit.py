@@ -8,6 +8,11 @@ layer upwards:
 
 K holds the keys of the facts at this layer, C is the second moment of other keys, and R is the
 residual z - h divided by the number of layers left, h being the state with the updates below.
+
+Some families normalise the MLP's output before it is added to the state (Gemma 2 and 3, OLMo 2), or
+their sum (small OPT models). R is then the change of the norm's input after which its output is as
+near as possible to its old output plus the residual (`input_change`): a norm cannot give a vector
+of any length, and what one layer does not give is left to the next.
 """
 
 from collections.abc import Sequence
@@ -16,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from factscope.editing.checks import with_checks
 from factscope.editing.contexts import EditRequest, pad_rows, resolve_prefixes
@@ -25,11 +30,16 @@ from factscope.editing.edit import Change, Dense, Edit, LowRank
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Memit, describe_second_moment
-from factscope.editing.value_search import ValueResult, search_values
+from factscope.editing.value_search import (
+    SEARCHES,
+    ValueResult,
+    ValueSearcher,
+    insert_until_taken,
+)
 from factscope.errors import BadEdit, BadSetting, FactscopeError
 from factscope.facts import Fact
-from factscope.lm.hooks import hook_calls, hook_outputs
-from factscope.progress import Progress
+from factscope.lm.hooks import hook_calls, hook_io, hook_outputs
+from factscope.progress import Progress, split
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -50,7 +60,12 @@ class BoundMemit(BoundEditor):
         self.layers = tuple(check_layer(lm, layer) for layer in layers)
         self.covariance_weight = settings.covariance_weight or defaults.covariance_weight
         self.prefixes = resolve_prefixes(lm, settings)
-        self.search = settings.search.resolve(steps=defaults.steps, clamp=defaults.clamp)
+        self.search = settings.search.resolve(
+            steps=defaults.steps,
+            clamp=defaults.clamp,
+            lr=defaults.lr,
+            weight_decay=defaults.weight_decay,
+        )
         self.second_moments = [
             resolve_second_moment(lm, layer, settings.second_moment) for layer in self.layers
         ]
@@ -62,27 +77,36 @@ class BoundMemit(BoundEditor):
             search=self.search,
             second_moment=tuple(C for C in self.second_moments if C is not None) or "identity",
         )
+        # For each fact the state h at the last layer, and δ such that z = h + δ.
+        self.searcher = ValueSearcher(
+            lm=lm, settings=self.settings, layer=self.layers[-1], site="state"
+        )
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts."""
-        values = raise_first_error(self.find_values(facts, progress))
-        edits = raise_first_error(self.insert(values, [list(range(len(values)))]))
-        return with_checks(self.lm, edits)[0]
+        searching, continuing = split(progress, SEARCHES)
+        values = raise_first_error(self.searcher.search(facts, searching))
+
+        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
+            return self.insert(values, [list(range(len(values)))])
+
+        edits = insert_until_taken(self.searcher, values, insert_all, continuing)
+        continuing(1.0)
+        return with_checks(self.lm, raise_first_error(edits))[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """An edit for each fact on its own, or its error."""
+        searching, continuing = split(progress, SEARCHES)
 
         def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
             return self.insert(values, [[i] for i in range(len(values))])
 
-        edits = map_valid(self.find_values(facts, progress), insert_all)
+        edits = map_valid(
+            self.searcher.search(facts, searching),
+            lambda values: insert_until_taken(self.searcher, values, insert_all, continuing),
+        )
+        continuing(1.0)
         return map_valid(edits, lambda edits: with_checks(self.lm, edits))
-
-    def find_values(
-        self, facts: Sequence[Fact], progress: Progress
-    ) -> list[ValueResult | FactscopeError]:
-        """For each fact the state at the last layer, and δ such that z = h + δ."""
-        return search_values(self.lm, facts, self.settings, self.layers[-1], "state", progress)
 
     def insert(
         self, values: Sequence[ValueResult], groups: list[list[int]]
@@ -94,8 +118,11 @@ class BoundMemit(BoundEditor):
         group_of = {i: g for g, group in enumerate(groups) for i in group}
         errors: dict[int, FactscopeError] = {}
         for n, (layer, C) in enumerate(zip(self.layers, self.second_moments, strict=True)):
-            keys, h = self._keys_and_states(requests, layer, edits, group_of)
+            keys, h, norm_io = self._keys_and_states(requests, layer, edits, group_of)
             residuals = (z - h) / (len(self.layers) - n)
+            if (norm := self.lm.mlp_norm(layer)) is not None:
+                x, y = norm_io
+                residuals = input_change(norm, x, y, residuals)
             name = self.lm.name_of(self.lm.mlp_out(layer)) + ".weight"
             for g, group in enumerate(groups):
                 K, R = keys[group], residuals[group]
@@ -115,35 +142,49 @@ class BoundMemit(BoundEditor):
         layer: int,
         edits: Sequence[Edit],
         group_of: dict[int, int],
-    ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"]]:
-        """Each fact's key at a layer and the bare prompt's state at the last one, as edited."""
+    ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"], list[Tensor]]:
+        """Each fact's key at a layer and the bare prompt's state at the last one, as edited; also
+        input and output of the norm after the layer's MLP, if there is one."""
         lm, last = self.lm, self.layers[-1]
-        keys: list[Tensor] = []
-        states: list[Tensor] = []
+        norm = lm.mlp_norm(layer)
+        batches: list[list[Tensor]] = []
         for begin in range(0, len(requests), FACTS_PER_PASS):
             batch = requests[begin : begin + FACTS_PER_PASS]
             rows = [row for request in batch for row in request.rows]
             edit_of = [group_of[begin + i] for i, request in enumerate(batch) for _ in request.rows]
             ids = pad_rows(rows, lm.device)
-            read: list[Tensor] = []
+            read: dict[str, Tensor] = {}
+
+            def read_norm(x: Tensor, y: Tensor, read: dict[str, Tensor] = read) -> None:
+                read.update(x=x.clone(), y=y.clone())
+
             with (
                 edited(lm, edits, edit_of),
-                hook_calls((lm.mlp_out(layer), lambda args, _, read=read: read.append(args[0]))),
-                hook_outputs((lm.blocks[last], lambda out, read=read: read.append(out.clone()))),
+                hook_calls(
+                    (lm.mlp_out(layer), lambda args, _, read=read: read.update(key=args[0]))
+                ),
+                hook_io(*([] if norm is None else [(norm, read_norm)])),
+                hook_outputs(
+                    (lm.blocks[last], lambda out, read=read: read.update(state=out.clone()))
+                ),
             ):
                 lm.model.base_model(ids, use_cache=False)
             position = torch.tensor([row.edit_position for row in rows])
             row = torch.arange(len(rows))
             contexts = len(batch[0].rows)
             # Some families flatten rows and tokens before the MLP.
-            by_row = [x.reshape(*ids.shape, -1)[row, position].float() for x in read]
-            k, h = (x.unflatten(0, (-1, contexts)) for x in by_row)
+            by_row = {
+                name: x.reshape(*ids.shape, -1)[row, position].float().unflatten(0, (-1, contexts))
+                for name, x in read.items()
+            }
+            k = by_row.pop("key")
             if self.settings.key == "mean" or contexts == 1:
-                keys.append(k.mean(1))
+                key = k.mean(1)
             else:  # half the bare prompt's key, half the mean after the prefixes
-                keys.append((k[:, 0] + k[:, 1:].mean(1)) / 2)
-            states.append(h[:, 0])
-        return torch.cat(keys), torch.cat(states)
+                key = (k[:, 0] + k[:, 1:].mean(1)) / 2
+            batches.append([key, *(by_row[x][:, 0] for x in ("state", "x", "y") if x in by_row)])
+        keys, states, *norm_io = map(torch.cat, zip(*batches, strict=True))
+        return keys, states, norm_io
 
     def _empty_edit(self, values: Sequence[ValueResult]) -> Edit:
         facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
@@ -151,6 +192,42 @@ class BoundMemit(BoundEditor):
         return self.settings.new_edit(
             self.lm, {}, facts, second_moment=second_moment, losses=losses
         )
+
+
+def input_change(
+    norm: nn.Module,
+    x: Float[Tensor, "fact width"],
+    y: Float[Tensor, "fact width"],
+    change: Float[Tensor, "fact width"],
+) -> Float[Tensor, "fact width"]:
+    """The change of a norm's input x after which its output is as near as possible to y + change.
+
+    A norm returns g ⊙ u + b, where g and b are its weights and u is x divided by its root mean
+    square σ (in a LayerNorm, after its mean is subtracted): whatever x is, ‖u‖² is the width. The
+    nearest such output to a target t has u = (g ⊙ t - ν) / (g² + μ), with μ for the length and, in
+    a LayerNorm, ν for the mean of u. σ stays as it is.
+    """
+    g = norm(torch.ones_like(x[0], dtype=next(norm.parameters()).dtype)).double()
+    x, t, mean = x.double(), (y + change).double(), torch.zeros(())
+    centred = isinstance(norm, nn.LayerNorm)
+    if centred:
+        g, t, mean = norm.weight.double(), t - norm.bias.double(), x.mean(-1, keepdim=True)
+    deviation = x - mean.to(x)
+
+    def output(mu: Tensor) -> Tensor:
+        weight = 1 / (g.square() + mu)
+        nu = (weight * g * t).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+        return weight * (g * t - nu if centred else g * t)
+
+    # ‖u‖ falls from ∞ to 0 as μ grows from -min g² on: bisect.
+    low = -g.square().min().expand(len(x), 1)
+    high = low + (g * t).norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+    for _ in range(80):
+        middle = (low + high) / 2
+        is_long = output(middle).square().mean(-1, keepdim=True) > 1
+        low, high = torch.where(is_long, middle, low), torch.where(is_long, high, middle)
+    sigma = deviation.square().mean(-1, keepdim=True).sqrt()
+    return (sigma * output(high) - deviation).float()
 
 
 def memit_update(

@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
-from factscope.editing.rome import BoundRome
+from factscope.editing.rome import EQUAL_KEYS, BoundRome
 from factscope.editing.settings import ValueSearch
+from factscope.editing.value_search import usual_norm
 from factscope.facts import Fact
 from factscope.lm.forward import mlp_keys
 from factscope.lm.hooks import hook_outputs
@@ -36,21 +37,39 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     lm, settings, layer = bound.lm, bound.settings, bound.layer
     request = edit_request(lm, fact, bound.prefixes, settings.token)
     rows = [*request.rows, kl_row(lm, fact, settings.token, bound.search.kl_position)]
-    # 1. keys and values of every context, and k*
-    all_keys = mlp_keys(lm, pad_rows(request.rows, lm.device), layer)
-    positions = [row.edit_position for row in request.rows]
-    keys = all_keys[range(len(positions)), positions].float()
+    # 1. keys and values of every context (the last row is the KL prompt), and w
+    all_keys = mlp_keys(lm, pad_rows(rows, lm.device), layer)
+    keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    k_star = keys.mean(0)
-    # 2. v*
-    delta, losses = search_delta(lm, rows, lm.mlp_out(layer), bound.search, values[0].norm())
-    v_star = (values[0] if settings.value == "bare" else values.mean(0)) + delta
-    # 3. the closed form
-    u = bound.directions(k_star[None])[0]
-    k, W_k = (keys[0], values[0]) if settings.key == "bare" else (k_star, values.mean(0))
-    change = torch.outer(v_star - W_k, u) / (u @ k)
-    return ReferenceEdit(delta=delta, change=change, losses=losses)
+    w = update_direction(bound, keys[:-1])
+    # 2. δ
+    scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
+    by_layer = bound.search.unit == "layer"
+    norm = usual_norm(lm, layer, "mlp", settings.token) if by_layer else values[0].norm().item()
+    delta, losses = search_delta(lm, rows, lm.mlp_out(layer), bound.search, norm, scale)
+    # 3. the update
+    bare, mean = values[0], values[:-1].mean(0)
+    v_star = (bare if settings.value == "bare" else mean) + delta
+    W_k = bare if settings.key == "bare" else mean
+    return ReferenceEdit(delta=delta, change=torch.outer(v_star - W_k, w), losses=losses)
+
+
+def update_direction(bound: BoundRome, keys: Float[Tensor, "context key"]) -> Float[Tensor, " key"]:
+    """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first."""
+    mean, bare = keys.mean(0), keys[0]
+    [u] = bound.directions(mean[None])
+    if bound.settings.key == "bare":
+        return u / (u @ bare)
+    if bound.settings.key == "mean" or (bare - mean).norm() < EQUAL_KEYS * mean.norm():
+        return u / (u @ mean)
+    # From the direction of the mean key, in the plane of both.
+    [other] = bound.directions(bare[None])
+    a, b = torch.linalg.solve(
+        torch.stack([u @ mean, other @ mean, u @ bare, other @ bare]).double().reshape(2, 2),
+        torch.ones(2, dtype=torch.double, device=keys.device),
+    ).float()
+    return a * u + b * other
 
 
 def search_delta(
@@ -58,15 +77,17 @@ def search_delta(
     rows: list[ContextRow],
     module: nn.Module,
     search: ValueSearch,
-    v0_norm: Float[Tensor, ""],
+    norm: float,
+    scale: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " value"], list[float]]:
-    """Adam on δ, added to a module's output at the edit tokens. The last row is the KL term's."""
+    """Adam on δ, which is added to a module's output at the edit tokens, times each row's scale.
+    The last row is the KL term's."""
     delta = torch.zeros(lm.width, device=lm.device, requires_grad=True)
-    adam = torch.optim.Adam([delta], lr=search.lr)
+    adam = torch.optim.Adam([delta], lr=search.step_size(norm, lm.width))
     ids = pad_rows(rows, lm.device)
     at_edit_token = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
     for i, row in enumerate(rows):
-        at_edit_token[i, row.edit_position] = 1
+        at_edit_token[i, row.edit_position] = scale[i]
 
     def add_delta(output: Tensor) -> Tensor:
         return output + (at_edit_token * delta.to(lm.dtype)).reshape(output.shape)
@@ -76,23 +97,26 @@ def search_delta(
     for step in range(search.max_steps):
         with hook_outputs((module, add_delta)):
             log_p = lm.model(ids, use_cache=False).logits.float().log_softmax(-1)
-        nll = [
-            -log_p[i, list(row.positions), list(row.labels)].mean()
-            for i, row in enumerate(rows[:-1])
+        targets = [
+            log_p[i, list(row.positions), list(row.labels)] for i, row in enumerate(rows[:-1])
         ]
+        nll = [-log_probs.mean() for log_probs in targets]
         now = log_p[-1, rows[-1].positions[0]]
         unedited = now.detach() if unedited is None else unedited
         kl = (now.exp() * (now - unedited)).sum()
         power = 2 if search.weight_decay_form == "paper" else 1
-        decay = delta.norm() / v0_norm**power
-        loss = torch.stack(nll).mean() + search.kl_weight * kl + search.weight_decay * decay
+        decay = delta.norm() / norm**power
+        loss = torch.stack(nll).mean() + search.kl_weight * kl + search.decay_weight * decay
         losses.append(loss.item())
-        if losses[-1] < search.stop_loss or step == search.max_steps - 1:
+        probable = search.stop_probability is not None and (
+            torch.cat(targets).min().exp() >= search.stop_probability
+        )
+        if losses[-1] < search.stop_loss or probable or step == search.max_steps - 1:
             break
         adam.zero_grad()
         loss.backward()
         adam.step()
-        if delta.norm() > search.max_norm * v0_norm:
+        if delta.norm() > search.max_norm * norm:
             with torch.no_grad():
-                delta *= search.max_norm * v0_norm / delta.norm()
+                delta *= search.max_norm * norm / delta.norm()
     return delta.detach(), losses

@@ -3,18 +3,24 @@
 The weight W is seen as a linear associative memory W k ≈ v: a key k represents the subject, its
 value v what the model knows about it. A fact is written in three steps:
 
-    1. k*: the mean key at the subject's last token over several contexts
-    2. v*: a value that makes the model predict the new object (value_search.py)
-    3. Ŵ = W + Λ (C⁻¹k*)ᵀ with Λ = (v* - W k*) / ((C⁻¹k*)ᵀ k*): of all updates with Ŵ k* = v*, the
-       one with the smallest ‖ΔW C^½‖: it disturbs other keys least, C = E[k kᵀ] being their second
-       moment (eq. 2)
+    1. keys: at the subject's last token, of the bare prompt and, averaged, of several contexts
+    2. δ: a change of the value that makes the model predict the new object (value_search.py)
+    3. ΔW = δ wᵀ: the value of a key k changes by δ (wᵀk). Of all w with wᵀk = 1 for the rows k of
+       K, w = C⁻¹Kᵀ (K C⁻¹Kᵀ)⁻¹ 1 has the smallest wᵀC w: it disturbs other keys least, C = E[k kᵀ]
+       being their second moment
 
-For several facts at once, ΔW = R (U Kᵀ)⁻¹ U, with the directions C⁻¹k* as the rows of U.
+With the mean key k* as the only row this is eq. 2 of the paper: ΔW = Λ (C⁻¹k*)ᵀ with
+Λ = (v* - W k*) / ((C⁻¹k*)ᵀ k*). The bare prompt, whose key differs from the mean, then receives
+only a part of δ; so by default its key is the second row. w is known before the search, and the
+search adds in each context the part of δ that the edit will add there.
+
+For several facts at once, K has the rows of all of them, and the w of a fact has wᵀk = 1 for its
+own rows and 0 for those of the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -32,13 +38,22 @@ from factscope.editing.editor import (
 )
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Rome
-from factscope.editing.value_search import ValueResult, search_values
+from factscope.editing.value_search import (
+    SEARCHES,
+    ValueResult,
+    ValueSearcher,
+    insert_until_taken,
+)
 from factscope.errors import FactscopeError
 from factscope.facts import Fact
-from factscope.progress import NestedProgress, Progress
+from factscope.progress import NestedProgress, Progress, split
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
+
+
+EQUAL_KEYS = 1e-5
+"""Keys whose relative difference is below this count as equal: it may be rounding."""
 
 
 class BoundRome(BoundEditor):
@@ -46,10 +61,13 @@ class BoundRome(BoundEditor):
 
     def __init__(self, settings: Rome, lm: "LM", facts: Sequence[Fact]) -> None:
         self.lm = lm
-        self.layer = resolve_layer(lm, settings.layer, facts)
+        self.layer = resolve_layer(lm, settings.layer, facts, settings.second_moment)
         self.weight_name = lm.name_of(lm.mlp_out(self.layer)) + ".weight"
         self.prefixes = resolve_prefixes(lm, settings)
-        self.search = settings.search.resolve(clamp=rome_defaults(lm).clamp)
+        defaults = rome_defaults(lm)
+        self.search = settings.search.resolve(
+            clamp=defaults.clamp, lr=defaults.lr, weight_decay=defaults.weight_decay
+        )
         self.second_moment = resolve_second_moment(lm, self.layer, settings.second_moment)
         self.settings = replace(
             settings,
@@ -58,40 +76,47 @@ class BoundRome(BoundEditor):
             search=self.search,
             second_moment=self.second_moment or "identity",
         )
+        self.searcher = ValueSearcher(
+            lm=lm,
+            settings=self.settings,
+            layer=self.layer,
+            site="mlp",
+            scales=self.scales if settings.scale_delta else None,
+        )
 
     def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
         """One edit for all facts: jointly, or one fact after the other."""
         if len(facts) > 1 and self.settings.many == "sequentially":
             edit, division_factor = self._sequentially(facts, progress)
         else:
-            values = raise_first_error(self.find_values(facts, progress))
-            edit, division_factor = self.insert(values)
+            edit, division_factor = self._jointly(facts, progress)
         return with_checks(self.lm, [edit], [division_factor])[0]
 
     def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         """A rank-one edit for each fact on its own, or its error."""
+        searching, continuing = split(progress, SEARCHES)
 
         def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            keys, residuals, directions = self._system(values)
-            changes = insert_each(keys, residuals, directions)
-            edits = results_or_errors(lambda v, change: self._edit([v], change), values, changes)
-            factors = division_factors(keys, directions)
+            changes = insert_each(self.update_directions(values), self.residuals(values))
+            return results_or_errors(lambda v, change: self._edit([v], change), values, changes)
+
+        def finish(values: list[ValueResult]) -> list[Edit | FactscopeError]:
+            edits = insert_until_taken(self.searcher, values, insert_all, continuing)
+            factors = self.division_factors(values)
             factors = [x for x, edit in zip(factors, edits, strict=True) if isinstance(edit, Edit)]
             return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors))
 
-        return map_valid(self.find_values(facts, progress), insert_all)
+        results = map_valid(self.searcher.search(facts, searching), finish)
+        continuing(1.0)
+        return results
 
-    def find_values(
-        self, facts: Sequence[Fact], progress: Progress
-    ) -> list[ValueResult | FactscopeError]:
-        """Steps 1 and 2: keys and values of each fact in every context, and δ."""
-        return search_values(self.lm, facts, self.settings, self.layer, "mlp", progress)
-
-    def insert(self, values: Sequence[ValueResult]) -> tuple[Edit, float]:
-        """Step 3 for all facts jointly; also returns the smallest division factor."""
-        keys, residuals, directions = self._system(values)
-        change = insert(keys, residuals, directions)
-        return self._edit(values, change), min(division_factors(keys, directions))
+    def _jointly(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, float]:
+        """One update for all facts, and the smallest division factor."""
+        searching, continuing = split(progress, SEARCHES)
+        values = raise_first_error(self.searcher.search(facts, searching))
+        edits = insert_until_taken(self.searcher, values, lambda v: [self.insert(v)], continuing)
+        continuing(1.0)
+        return raise_first_error(edits)[0], min(self.division_factors(values))
 
     def _sequentially(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, float]:
         """One update after the other, each computed on the model with those before it."""
@@ -101,27 +126,74 @@ class BoundRome(BoundEditor):
         for i, fact in enumerate(facts):
             part = nested.within(i / len(facts), 1 / len(facts))
             with edited(self.lm, [total]):
-                values = raise_first_error(self.find_values([fact], part))
-            edit, factor = self.insert(values)
+                edit, factor = self._jointly([fact], part)
             total = edit if total is None else total + edit
             factors.append(factor)
         assert total is not None
         return total, min(factors)
 
-    def _system(
-        self, values: Sequence[ValueResult]
-    ) -> tuple[
-        Float[Tensor, "fact key"], Float[Tensor, "fact value"], Float[Tensor, "fact key"]
-    ]:  # fmt: skip
-        """Keys k, residuals v* - W k and directions C⁻¹k* of the facts."""
-        key, value = self.settings.key, self.settings.value
-        k_star = torch.stack([x.keys.mean(0) for x in values])
-        k = torch.stack([_over_contexts(x.keys, key) for x in values])
-        W_k = torch.stack([_over_contexts(x.values, key) for x in values])
-        v_star = torch.stack([_over_contexts(x.values, value) + x.delta for x in values])
-        return k, v_star - W_k, self.directions(k_star)
+    # ---- step 3
 
-    def directions(self, keys: Float[Tensor, "fact key"]) -> Float[Tensor, "fact key"]:
+    def insert(self, values: Sequence[ValueResult]) -> Edit:
+        """One edit for all facts."""
+        K, U = self._constraints(torch.stack([x.keys for x in values]))
+        change = insert(K, U, self._tolerances(K), self.residuals(values))
+        return self._edit(values, change)
+
+    def update_directions(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact key"]:
+        """w of each fact on its own."""
+        return self._update_directions(torch.stack([x.keys for x in values]))
+
+    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"]:
+        """wᵀk of the contexts and of the KL prompt, which is the last row."""
+        w = self._update_directions(keys[:, :-1])
+        return (keys.double() @ w[:, :, None])[:, :, 0]
+
+    def _update_directions(
+        self, keys: Float[Tensor, "fact context key"]
+    ) -> Float[Tensor, "fact key"]:
+        K, U = self._constraints(keys)
+        return update_directions(K, U, self._tolerances(K))
+
+    def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
+        """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
+        bare, mean = (
+            torch.stack([rows(x.values) for x in values])
+            for rows in (lambda rows: rows[0], lambda rows: rows.mean(0))
+        )
+        v = bare if self.settings.value == "bare" else mean
+        W_k = bare if self.settings.key == "bare" else mean
+        return v + torch.stack([x.delta for x in values]) - W_k
+
+    def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
+        """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
+        K, U = self._constraints(torch.stack([x.keys for x in values]))
+        w, k = update_directions(K, U, self._tolerances(K)), K[:, 0].double()
+        # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
+        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
+
+    def _constraints(
+        self, keys: Float[Tensor, "fact context key"]
+    ) -> tuple[Float[Tensor, "fact constraint key"], Float[Tensor, "fact constraint key"]]:
+        """The keys k with wᵀk = 1, and the vectors C⁻¹k that w is composed of."""
+        mean, bare = keys.mean(1, keepdim=True), keys[:, :1]
+        rows = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
+        if keys.shape[1] == 1:  # without prefixes all of them are the same
+            rows = [bare]
+        elif self.settings.context_tolerance is not None:
+            rows.append(keys)
+        K = torch.cat(rows, 1)
+        source = mean if self.settings.key == "bare" else K
+        return K, self.directions(source.flatten(0, 1)).unflatten(0, (len(K), -1))
+
+    def _tolerances(self, K: Float[Tensor, "fact constraint key"]) -> Float[Tensor, " constraint"]:
+        """0 for the keys that are changed exactly, ε for those of the contexts."""
+        exact = 2 if self.settings.key == "mean-and-bare" else 1
+        tolerances = torch.full((K.shape[1],), self.settings.context_tolerance or 0.0)
+        tolerances[:exact] = 0
+        return tolerances.to(K.device)
+
+    def directions(self, keys: Float[Tensor, "n key"]) -> Float[Tensor, "n key"]:
         """C⁻¹k for each key."""
         if self.second_moment is None:
             return keys
@@ -132,48 +204,52 @@ class BoundRome(BoundEditor):
         return self.settings.new_edit(self.lm, {self.weight_name: change}, facts, losses=losses)
 
 
-def _over_contexts(
-    rows: Float[Tensor, "context width"], which: Literal["mean", "bare"]
-) -> Float[Tensor, " width"]:
-    """The mean over contexts, or the row of the bare prompt, which is the first."""
-    return rows[0] if which == "bare" else rows.mean(0)
-
-
 # ---- the closed form
+#
+# K holds the keys of the constraints, U = K C⁻¹. A soft constraint with tolerance ε has its entry
+# in the diagonal of K C⁻¹Kᵀ multiplied by 1 + ε.
 
 
 def insert(
-    keys: Float[Tensor, "fact key"],
+    K: Float[Tensor, "fact constraint key"],
+    U: Float[Tensor, "fact constraint key"],
+    tolerances: Float[Tensor, " constraint"],
     residuals: Float[Tensor, "fact value"],
-    directions: Float[Tensor, "fact key"],
 ) -> LowRank:
-    """One update that changes the value of every key by its residual."""
-    U = _normalised(directions)
-    A = torch.linalg.solve(U @ keys.double().T, U)
+    """One update that changes the values of every fact's keys by its residual."""
+    rows = _solve(K.flatten(0, 1), U.flatten(0, 1), tolerances.repeat(len(K)))
+    A = rows.unflatten(0, (len(K), -1)).sum(1)
     return LowRank(residuals.T.float().contiguous().cpu(), A.float().cpu())
 
 
 def insert_each(
-    keys: Float[Tensor, "fact key"],
-    residuals: Float[Tensor, "fact value"],
-    directions: Float[Tensor, "fact key"],
+    directions: Float[Tensor, "fact key"], residuals: Float[Tensor, "fact value"]
 ) -> list[LowRank]:
-    """A rank-one update for each key on its own."""
-    U = _normalised(directions)
-    A = (U / (U * keys.double()).sum(-1, keepdim=True)).float().cpu()
-    B = residuals.float().cpu()
+    """A rank-one update for each fact on its own."""
+    A, B = directions.float().cpu(), residuals.float().cpu()
     return [LowRank(b[:, None].clone(), a[None].clone()) for a, b in zip(A, B, strict=True)]
 
 
-def division_factors(
-    keys: Float[Tensor, "fact key"], directions: Float[Tensor, "fact key"]
-) -> list[float]:
-    """The cosine between each key and its direction: the update is divided by it."""
-    K = keys.double()
-    return ((_normalised(directions) * K).sum(-1) / K.norm(dim=-1)).tolist()
+def update_directions(
+    K: Float[Tensor, "fact constraint key"],
+    U: Float[Tensor, "fact constraint key"],
+    tolerances: Float[Tensor, " constraint"],
+) -> Float[Tensor, "fact key"]:
+    """w of each fact on its own, in float64."""
+    return _solve(K, U, tolerances).sum(1)
 
 
-def _normalised(directions: Float[Tensor, "fact key"]) -> Float[Tensor, "fact key"]:
-    """Unit vectors in float64: the length of a direction cancels, and C⁻¹k can be tiny."""
-    U = directions.double()
-    return U / U.norm(dim=-1, keepdim=True)
+def _solve(
+    K: Float[Tensor, "*fact constraint key"],
+    U: Float[Tensor, "*fact constraint key"],
+    tolerances: Float[Tensor, " constraint"],
+) -> Float[Tensor, "*fact constraint key"]:
+    """(U Kᵀ)⁻¹ U in float64.
+
+    The length of a row of U cancels, and C⁻¹k can be tiny. Keys may be equal: in the first layer of
+    some families the mean key is the bare prompt's. The pseudo-inverse then counts them once.
+    """
+    U = U.double()
+    U = U / U.norm(dim=-1, keepdim=True)
+    products = U @ K.double().mT * (1 + tolerances.double().diag())
+    return torch.linalg.pinv(products, rtol=EQUAL_KEYS**2) @ U

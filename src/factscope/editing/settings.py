@@ -129,23 +129,37 @@ class ValueSearch:
     steps: Annotated[int | None, Ge(1)] = None
     """Loss evaluations at most; δ is updated after each but the last. None for the model's
     default, mostly 20."""
-    lr: Annotated[float, Gt(0)] = 0.5
-    """Learning rate of Adam."""
+    lr: Annotated[float | None, Gt(0)] = None
+    """Learning rate of Adam: the length of its first step, as a multiple of the norm that `unit`
+    names. None for the model's default, mostly 0.5 for ROME and 0.1 for MEMIT."""
+    lr_form: Literal["relative", "paper"] = "relative"
+    """"relative" as above; or, as in the paper's code, how far a step moves each entry of δ, which
+    depends on the scale of the model."""
+    unit: Literal["layer", "fact"] = "layer"
+    """The norm that `lr`, `clamp` and `weight_decay` are relative to: the usual norm of values at
+    this layer (the median over built-in facts); or, as in the paper's code, ‖v₀‖, the norm of the
+    fact's own value after the bare prompt."""
     stop_loss: float = 0.05
     """Stop as soon as the loss is below this."""
+    stop_probability: Annotated[float | None, Gt(0), Lt(1)] = None
+    """Stop also as soon as every token of the new object has at least this probability in every
+    context; None never does."""
+    retry: bool = True
+    """If the new object is not the most likely one after the edit, continue the search once, for
+    as many steps again. --no-retry does not, as in the paper's code."""
     clamp: Annotated[float | Literal["inf"] | None, Gt(0)] = None
-    """Largest ‖δ‖, as a multiple of ‖v₀‖; "inf" for no limit. None for the model's default,
-    mostly 4."""
+    """Largest ‖δ‖, as a multiple of the norm that `unit` names; "inf" for no limit. None for the
+    model's default, mostly 4 for ROME (1 without published settings) and 0.75 for MEMIT."""
     kl_weight: Annotated[float, Ge(0)] = 0.0625
     """Weight of the KL term, KL(edited ‖ unedited) after "{subject} is a"."""
     kl_position: KlPosition = "end"
     """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
     edit token."""
-    weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Weight of the term that keeps δ small."""
+    weight_decay: Annotated[float | None, Ge(0)] = None
+    """Weight of the term that keeps δ small. None for the model's default, mostly 0.01."""
     weight_decay_form: Literal["relative", "paper"] = "relative"
-    """‖δ‖ / ‖v₀‖, which does not depend on the scale of the model; or, as in the paper's code,
-    ‖δ‖ / ‖v₀‖², which does."""
+    """‖δ‖ divided by the norm that `unit` names, which does not depend on the scale of the model;
+    or, as in the paper's code, by its square, which does."""
 
     def __post_init__(self) -> None:
         if self.clamp == math.inf:  # text, because JSON has no infinity
@@ -162,9 +176,27 @@ class ValueSearch:
         """`clamp`, or its usual default."""
         return 4.0 if self.clamp is None else float(self.clamp)
 
-    def resolve(self, *, steps: int = 20, clamp: float = 4.0) -> "ValueSearch":
+    def step_size(self, norm: Any, width: int) -> Any:
+        """How far Adam's first step moves each entry of δ, given the norm that `unit` names."""
+        lr = 0.5 if self.lr is None else self.lr
+        return norm * (lr / width**0.5) if self.lr_form == "relative" else norm * 0 + lr
+
+    @property
+    def decay_weight(self) -> float:
+        """`weight_decay`, or its usual default."""
+        return 0.01 if self.weight_decay is None else self.weight_decay
+
+    def resolve(
+        self, *, steps: int = 20, clamp: float = 4.0, lr: float = 0.5, weight_decay: float = 0.01
+    ) -> "ValueSearch":
         """The same with a model's defaults where nothing was given."""
-        return replace(self, steps=self.steps or steps, clamp=self.clamp or clamp)
+        return replace(
+            self,
+            steps=self.steps or steps,
+            clamp=self.clamp or clamp,
+            lr=self.lr or lr,
+            weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,15 +204,22 @@ class Rome(PrefixSettings, Editor):
     """ROME: one fact, one layer, a rank-one update (Meng et al., 2022)."""
 
     layer: Layer = None
-    """Layer whose MLP output weight is edited: an index, "auto" for the layer that a causal trace
-    of the fact finds, None for the model's default."""
+    """Layer whose MLP output weight is edited: an index, None for the model's default, or "auto"
+    for the layer that a causal trace of the fact's old object finds (of several facts in one edit,
+    the median); a fact without a clear effect is refused."""
     token: EditToken = "subject-last"
     """Token at which the fact is written."""
     prefix_lengths: PrefixLengths = ((5, 10), (10, 10))
-    key: Literal["mean", "bare"] = "mean"
-    """Key k in the denominator and residual of the update: the mean over contexts, as in C⁻¹k*, or
-    the key of the bare prompt, as in the paper's code, where the mismatch sometimes gives an update
-    that breaks the model."""
+    key: Literal["mean-and-bare", "mean", "bare"] = "mean-and-bare"
+    """Keys whose values change by exactly δ: the mean over contexts and the bare prompt's, only the
+    mean, or only the bare prompt's, in the direction of the mean, as in the paper's code, where
+    that mismatch sometimes gives an update that breaks the model."""
+    context_tolerance: Annotated[float | None, Gt(0)] = None
+    """Make the keys of all contexts change by about δ, too: the tolerance ε of these soft
+    constraints; the smaller, the closer. None for none."""
+    scale_delta: bool = True
+    """Search with the fraction of δ that the edit will add in each context. --no-scale-delta adds
+    the whole δ in every context, as in the paper's code."""
     value: Literal["mean", "bare"] = "mean"
     """Value that δ is added to: the mean over contexts, or that of the bare prompt."""
     second_moment: Annotated[SecondMomentSetting, STATS] = "find"
@@ -221,11 +260,22 @@ class Rome(PrefixSettings, Editor):
         """An edit for each fact on its own, with layer "auto" each in its own layer."""
         if self.layer != "auto":
             return super().attempt(lm, facts, progress=progress)
+        from factscope.editing.defaults import traced_layers
 
-        def part(fraction: float) -> None:
-            progress(fraction / len(facts))
+        layers = traced_layers(lm, facts, self.second_moment)
+        results: dict[int, Edit | FactscopeError] = {
+            i: x for i, x in enumerate(layers) if isinstance(x, FactscopeError)
+        }
+        for layer in dict.fromkeys(x for x in layers if isinstance(x, int)):
+            group = [i for i, x in enumerate(layers) if x == layer]
 
-        return [r for fact in facts for r in self.bind(lm, [fact]).attempt([fact], part)]
+            def part(fraction: float, count: int = len(group)) -> None:
+                progress(fraction * count / len(facts))
+
+            chosen = [facts[i] for i in group]
+            edits = replace(self, layer=layer).attempt(lm, chosen, progress=part)
+            results |= zip(group, edits, strict=True)
+        return [results[i] for i in range(len(facts))]
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values."""
@@ -233,13 +283,24 @@ class Rome(PrefixSettings, Editor):
         return {**vars(self), "second_moment": second_moment, "search": asdict(self.search)}
 
 
+PAPER_SEARCH = ValueSearch(
+    lr=0.5,
+    lr_form="paper",
+    unit="fact",
+    retry=False,
+    kl_position="edit-token",
+    weight_decay=0.5,
+    weight_decay_form="paper",
+)
+
 PAPER_ROME = Rome(
     prefix_bos_counts=True,
     key="bare",
+    scale_delta=False,
     value="bare",
     ridge=0.0,
     many="sequentially",
-    search=ValueSearch(kl_position="edit-token", weight_decay=0.5, weight_decay_form="paper"),
+    search=PAPER_SEARCH,
 )
 """What the paper's code computes; `Rome()` is the corrected method."""
 
@@ -296,7 +357,7 @@ PAPER_MEMIT = Memit(
     prefix_bos_counts=True,
     key="half-bare",
     ridge=0.0,
-    search=ValueSearch(kl_position="edit-token", weight_decay=0.5, weight_decay_form="paper"),
+    search=PAPER_SEARCH,
 )
 """What the authors' code computes."""
 

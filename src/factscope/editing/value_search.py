@@ -5,9 +5,12 @@ every context of the fact. It minimises (paper eq. 4)
 
     L(δ) = mean over contexts and target tokens of -log P[o* | context; δ]
          + kl_weight · KL(P[· | "{subject} is a"; δ] ‖ P[· | "{subject} is a"])
-         + weight_decay · ‖δ‖ / ‖v₀‖
+         + weight_decay · ‖δ‖ / n
 
-by Adam with ‖δ‖ clamped to clamp · ‖v₀‖, and v* = v₀ + δ.
+by Adam with ‖δ‖ at most clamp · n, and v* = v₀ + δ. n is the usual norm of values at this layer
+(`usual_norm`), so that the settings suit residual streams of any scale; in the paper it is ‖v₀‖.
+ROME knows before the search which
+fraction of δ its update will add in each context, and adds that fraction (`Scales`).
 
 Only what depends on δ is recomputed at each step: the layers above it, over the tokens from the
 edit token on, with the keys and values left of it from one run beforehand. Many facts are searched
@@ -17,6 +20,7 @@ in one batch; their steps, losses and stops are independent.
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,17 +29,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from factscope.data.readers import everyday_facts
+from factscope.editing.checks import facts_taken
 from factscope.editing.contexts import (
     ContextRow,
     EditRequest,
+    context_row,
     edit_requests,
     kl_row,
     pad_rows,
     resolve_prefixes,
 )
+from factscope.editing.edit import Edit
 from factscope.editing.editor import map_valid
 from factscope.editing.settings import EditToken, Memit, Rome, ValueSearch
-from factscope.errors import DidNotConverge, FactscopeError
+from factscope.errors import DidNotConverge, FactscopeError, PromptTooLong
 from factscope.facts import Fact
 from factscope.lm.accel import MIN_BATCH, LengthBuckets, Step, accelerated, accelerated_search
 from factscope.lm.forward import ActivationCache, forward
@@ -52,6 +60,9 @@ EditSite = Literal["mlp", "state"]
 
 MAX_FACTS = 64
 """Facts per batch at most: more do not make a GPU faster."""
+
+SEARCHES = (9, 1)
+"""Weights of progress: the search, and its continuation for the facts that are not taken."""
 
 LOSS_SCALE = 2.0**12
 """The loss is multiplied by this power of two for the backward pass, as in mixed-precision
@@ -73,67 +84,137 @@ class ValueResult:
     """The loss at each step."""
 
 
-def search_values(
-    lm: "LM", facts: Sequence[Fact], settings: Rome | Memit, layer: int, site: EditSite,
-    progress: Progress,
-) -> list[ValueResult | FactscopeError]:  # fmt: skip
-    """Search the value of each fact, in batches; a fact that fails gets its error."""
+Scales = Callable[[Float[Tensor, "fact row key"]], Float[Tensor, "fact row"]]
+"""Factors of δ in each row, given the keys: of the contexts and, last, of the KL prompt."""
 
-    def solve(
-        requests: Sequence[EditRequest], progress: Progress
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSearcher:
+    """The search of values on one model, at one layer."""
+
+    lm: "LM"
+    settings: Rome | Memit
+    layer: int
+    site: EditSite
+    scales: Scales | None = None
+    """None adds the whole δ in every row."""
+
+    def search(
+        self, facts: Sequence[Fact], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
-        objective, keys, values = prepare_search(
-            lm, requests, layer, site, settings.token, settings.search
-        )
-        delta, losses = accelerated_search(
-            objective, lambda objective, make_step: minimise(objective, make_step, progress)
-        )
+        """Search the value of each fact, in batches; a fact that fails gets its error."""
+        lm, settings = self.lm, self.settings
+        requests = edit_requests(lm, facts, resolve_prefixes(lm, settings), settings.token)
+        return map_valid(requests, lambda valid: self._search(valid, progress))
+
+    def search_on(self, values: Sequence[ValueResult], progress: Progress) -> list[ValueResult]:
+        """Continue the search from each δ; where the loss does not fall, the value stays."""
+        results = self._search([x.request for x in values], progress, [x.delta for x in values])
         return [
-            _failure(request.fact, by_step)
-            or ValueResult(request=request, delta=d, values=v, keys=k, losses=tuple(by_step))
-            for request, d, v, k, by_step in zip(requests, delta, values, keys, losses, strict=True)
+            replace(new, losses=old.losses + new.losses) if isinstance(new, ValueResult) else old
+            for old, new in zip(values, results, strict=True)
         ]
 
-    def solve_all(requests: list[EditRequest]) -> list[ValueResult | FactscopeError]:
+    def _search(
+        self,
+        requests: Sequence[EditRequest],
+        progress: Progress,
+        start: Sequence[Float[Tensor, " value"]] | None = None,
+    ) -> list[ValueResult | FactscopeError]:
         # Requests of similar length share a batch; results in the order of the requests.
         order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
-        size = settings.facts_per_pass or _batch_size(lm, requests, layer)
-        results = run_in_batches([requests[i] for i in order], size, solve, progress)
+
+        def solve(batch: Sequence[int], progress: Progress) -> list[ValueResult | FactscopeError]:
+            first = None if start is None else torch.stack([start[i] for i in batch])
+            return self._solve([requests[i] for i in batch], first, progress)
+
+        size = self.settings.facts_per_pass or _batch_size(self.lm, requests, self.layer)
+        results = run_in_batches(order, size, solve, progress)
         by_index = dict(zip(order, results, strict=True))
         return [by_index[i] for i in range(len(requests))]
 
-    prefixes = resolve_prefixes(lm, settings)
-    return map_valid(edit_requests(lm, facts, prefixes, settings.token), solve_all)
+    def _solve(
+        self,
+        requests: Sequence[EditRequest],
+        start: Float[Tensor, "fact value"] | None,
+        progress: Progress,
+    ) -> list[ValueResult | FactscopeError]:
+        """One batch."""
+        settings = self.settings
+        objective, keys, values = prepare_search(
+            self.lm, requests, self.layer, self.site, settings.token, settings.search
+        )
+        if settings.search.unit == "layer":
+            norm = usual_norm(self.lm, self.layer, self.site, settings.token)
+            objective = replace(objective, norm=torch.full_like(objective.norm, norm))
+        if self.scales is not None:
+            objective = replace(objective, scale=self.scales(keys).flatten().to(objective.scale))
+        delta, losses = accelerated_search(
+            objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
+        )
+        return [
+            _failure(request.fact, by_step)
+            or ValueResult(request=request, delta=d, values=v, keys=k[:-1], losses=tuple(by_step))
+            for request, d, v, k, by_step in zip(requests, delta, values, keys, losses, strict=True)
+        ]
+
+
+def insert_until_taken(
+    searcher: ValueSearcher,
+    values: list[ValueResult],
+    insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
+    progress: Progress,
+) -> list[Edit | FactscopeError]:
+    """The edits of the values. Where a fact is not taken, its search continues once."""
+    edits = insert(values)
+    if not searcher.settings.search.retry:
+        return edits
+    valid = [edit for edit in edits if isinstance(edit, Edit)]
+    taken = iter(facts_taken(searcher.lm, valid))
+    by_fact = [x for edit in edits for x in (next(taken) if isinstance(edit, Edit) else [True])]
+    missed = [value for value, is_taken in zip(values, by_fact, strict=True) if not is_taken]
+    if not missed:
+        return edits
+    continued = iter(searcher.search_on(missed, progress))
+    return insert([v if t else next(continued) for v, t in zip(values, by_fact, strict=True)])
 
 
 def minimise(
-    objective: "ValueObjective", make_step: Callable[["ValueObjective"], Step], progress: Progress
+    objective: "ValueObjective",
+    make_step: Callable[["ValueObjective"], Step],
+    progress: Progress,
+    start: Float[Tensor, "fact width"] | None = None,
 ) -> tuple[Float[Tensor, "fact width"], list[list[float]]]:
-    """Adam on every δ; returns each fact's δ and its loss at every step.
+    """Adam on every δ, from 0 or `start`; returns each fact's δ and its loss at every step.
 
-    A fact whose loss is below `stop_loss`, or not finite, keeps its δ. It leaves the batch when
-    that saves more time than setting up a step for the smaller batch takes.
+    A fact keeps its δ once its loss is below `stop_loss` or not finite, or its new object has
+    `stop_probability`. It leaves the batch when that saves more time than setting up a step for
+    the smaller batch takes.
     """
     search, steps = objective.search, objective.search.max_steps
     losses: list[list[float]] = [[] for _ in range(objective.facts)]
-    final = objective.value_norm.new_zeros(objective.facts, objective.hidden.shape[-1])
+    final = objective.norm.new_zeros(objective.facts, objective.hidden.shape[-1])
     batch, numbers = objective, list(range(objective.facts))  # the facts in the batch
     active = [True] * len(numbers)  # those of them whose δ still changes
     # Adam's state: δ, and the running means of its gradient and squared gradient.
     state = final.new_zeros(3, *final.shape)
+    if start is not None:
+        state[0] = start
+    enough = math.inf if search.stop_probability is None else math.log(search.stop_probability)
     step = make_step(objective)
     for i in range(1, steps + 1):
-        start = time.perf_counter()
+        began = time.perf_counter()
         last = i == steps
         if last and objective.facts >= MIN_BATCH:  # nothing changes any more: no gradient
             with torch.no_grad():
-                losses_now, new_state = batch.losses(state[0]), state
+                found, new_state = torch.stack(batch.evaluate(state[0])), state
         else:
-            losses_now, new_state = step(state, objective.bias_corrections[i - 1])
-        for n, loss in enumerate(losses_now.tolist()):
+            found, new_state = step(state, objective.bias_corrections[i - 1])
+        for n, (loss, log_prob) in enumerate(zip(*found.tolist(), strict=True)):
             if active[n]:
                 losses[numbers[n]].append(loss)
-                active[n] = loss >= search.stop_loss and math.isfinite(loss)
+                unfinished = loss >= search.stop_loss and log_prob < enough
+                active[n] = unfinished and math.isfinite(loss)
         progress(1 / steps)
         if last or not any(active):
             progress(1 - i / steps)
@@ -144,7 +225,7 @@ def minimise(
         keep = torch.tensor(active, device=state.device)
         state = torch.where(keep[:, None], new_state, state)
         finished = active.count(False) / len(active)
-        if (time.perf_counter() - start) * finished * (steps - i) > step.capture_seconds:
+        if (time.perf_counter() - began) * finished * (steps - i) > step.capture_seconds:
             final[numbers] = state[0]
             state = state[:, keep]
             numbers = [number for number, stays in zip(numbers, active, strict=True) if stays]
@@ -218,6 +299,8 @@ class ValueObjective:
     """The fact that each row belongs to."""
     edit_slot: Int[Tensor, " row"]
     """The slot that δ is added to."""
+    scale: Float[Tensor, " row"]
+    """The factor of δ in each row."""
     target_row: Int[Tensor, " target"]
     target_slot: Int[Tensor, " target"]
     target_fact: Int[Tensor, " target"]
@@ -229,15 +312,15 @@ class ValueObjective:
     kl_slot: Int[Tensor, " fact"]
     kl_reference: Float[Tensor, "fact vocabulary"]
     """Log-probabilities of the unedited model."""
-    value_norm: Float[Tensor, " fact"]
-    """‖v₀‖"""
+    norm: Float[Tensor, " fact"]
+    """What the settings are relative to: ‖v₀‖, or the usual norm at this layer."""
     split_past: bool = False
     """Whether attention gets the past's keys apart from the new ones (set by `lm.accel`)."""
 
     @property
     def facts(self) -> int:
         """The number of facts in the batch."""
-        return len(self.value_norm)
+        return len(self.norm)
 
     @property
     def lowest_block(self) -> int:
@@ -247,31 +330,38 @@ class ValueObjective:
     @cached_property
     def bias_corrections(self) -> Float[Tensor, "step 2"]:
         """Adam's running means start at 0 and are too small at first, by these factors."""
-        return self.value_norm.new_tensor(
+        return self.norm.new_tensor(
             [[1 - 0.9**i, 1 - 0.999**i] for i in range(1, self.search.max_steps + 1)]
         )
 
     def step(
         self, state: Float[Tensor, "3 fact width"], correction: Float[Tensor, " 2"]
-    ) -> tuple[Float[Tensor, " fact"], Float[Tensor, "3 fact width"]]:
-        """The losses at δ, and Adam's next state with every ‖δ‖ clamped."""
+    ) -> tuple[Float[Tensor, "2 fact"], Float[Tensor, "3 fact width"]]:
+        """`evaluate` at δ, and Adam's next state with every ‖δ‖ clamped."""
         delta, mean, square = state
         delta = delta.detach().requires_grad_()
         with torch.enable_grad():
-            losses = self.losses(delta)
+            losses, log_probs = self.evaluate(delta)
             (gradient,) = torch.autograd.grad(LOSS_SCALE * losses.sum(), delta)
         gradient = gradient / LOSS_SCALE
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient**2
         denominator = (square / correction[1]).sqrt() + 1e-8
-        new_delta = delta.detach() - self.search.lr * (mean / correction[0]) / denominator
-        max_norm = self.search.max_norm * self.value_norm[:, None]
+        step_size = self.search.step_size(self.norm, delta.shape[-1])[:, None]
+        new_delta = delta.detach() - step_size * (mean / correction[0]) / denominator
+        max_norm = self.search.max_norm * self.norm[:, None]
         norm = new_delta.norm(dim=-1, keepdim=True)
         new_delta = torch.where(norm > max_norm, new_delta * max_norm / norm, new_delta)
-        return losses.detach(), torch.stack([new_delta, mean, square])
+        return torch.stack([losses.detach(), log_probs]), torch.stack([new_delta, mean, square])
 
     def losses(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, " fact"]:
         """L(δ) of every fact."""
+        return self.evaluate(delta)[0]
+
+    def evaluate(
+        self, delta: Float[Tensor, "fact width"]
+    ) -> tuple[Float[Tensor, " fact"], Float[Tensor, " fact"]]:
+        """L(δ) of every fact, and the lowest log P of a token of its new object in any context."""
         shift = self._shift(delta)
         hidden = self.hidden + shift if self.site == "state" else self._edited_block(shift)
         for layer in range(self.layer + 1, self.lm.n_layers):
@@ -280,18 +370,22 @@ class ValueObjective:
         slot = torch.cat([self.target_slot, self.kl_slot]).to(hidden.device)
         log_probs = self.lm.decode(hidden[row, slot]).float().log_softmax(-1).to(delta.device)
         targets, kl_log_probs = log_probs.split([len(self.target_id), self.facts])
-        nll = -targets.gather(1, self.target_id[:, None])[:, 0] * self.target_weight
-        target = torch.zeros_like(self.value_norm).index_add(0, self.target_fact, nll)
+        target_log_probs = targets.gather(1, self.target_id[:, None])[:, 0]
+        nll = -target_log_probs * self.target_weight
+        target = torch.zeros_like(self.norm).index_add(0, self.target_fact, nll)
+        real = torch.where(self.target_weight > 0, target_log_probs.detach(), 0.0)
+        lowest = torch.zeros_like(self.norm).scatter_reduce(0, self.target_fact, real, "amin")
         kl = (kl_log_probs.exp() * (kl_log_probs - self.kl_reference)).sum(-1)
         # The gradient of the square root at 0 is infinite; the small constant makes it 0 there.
-        norm = (delta.square().sum(-1) + 1e-30).sqrt()
+        length = (delta.square().sum(-1) + 1e-30).sqrt()
         power = 2 if self.search.weight_decay_form == "paper" else 1
-        decay = norm / self.value_norm**power
-        return target + self.search.kl_weight * kl + self.search.weight_decay * decay
+        decay = length / self.norm**power
+        return target + self.search.kl_weight * kl + self.search.decay_weight * decay, lowest
 
     def _shift(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "row slot width"]:
-        """Each row's δ in its edit slot, 0 elsewhere."""
-        return self._at_edit_slot * delta[self.fact][:, None].to(self.hidden.dtype)
+        """Each row's fraction of δ in its edit slot, 0 elsewhere."""
+        by_row = self.scale[:, None] * delta[self.fact]
+        return self._at_edit_slot * by_row[:, None].to(self.hidden.dtype)
 
     @cached_property
     def _at_edit_slot(self) -> Float[Tensor, "row slot 1"]:
@@ -316,7 +410,7 @@ class ValueObjective:
 
     def select(self, facts: Int[Tensor, " selected"]) -> "ValueObjective":
         """The objective of the selected facts, in the given order."""
-        number = torch.full_like(self.value_norm, -1, dtype=torch.long)
+        number = torch.full_like(self.norm, -1, dtype=torch.long)
         number[facts] = torch.arange(len(facts), device=facts.device)
         rows = (number[self.fact] >= 0).nonzero()[:, 0]
         row_number = torch.full_like(self.fact, -1)
@@ -331,13 +425,13 @@ class ValueObjective:
         return replace(
             self,
             run=self.run.select(rows), view=view, hidden=self.hidden[rows],
-            fact=number[self.fact[rows]], edit_slot=self.edit_slot[rows],
+            fact=number[self.fact[rows]], edit_slot=self.edit_slot[rows], scale=self.scale[rows],
             target_row=row_number[self.target_row[targets]],
             target_slot=self.target_slot[targets],
             target_fact=number[self.target_fact[targets]],
             target_weight=self.target_weight[targets], target_id=self.target_id[targets],
             kl_row=row_number[self.kl_row[facts]], kl_slot=self.kl_slot[facts],
-            kl_reference=self.kl_reference[facts], value_norm=self.value_norm[facts],
+            kl_reference=self.kl_reference[facts], norm=self.norm[facts],
         )  # fmt: skip
 
     # What `lm.accel` needs to run steps faster.
@@ -377,15 +471,35 @@ class ValueObjective:
 
 # ---- preparing the objective
 
+USUAL_FACTS = 16
+"""Built-in facts whose values define the usual norm."""
+
+
+@torch.no_grad()
+def usual_norm(lm: "LM", layer: int, site: EditSite, token: EditToken) -> float:
+    """The median norm, over built-in facts, of the value or state at the edit token."""
+    known = lm.cache.setdefault("usual norms", {})
+    if (layer, site, token) not in known:
+        rows = []
+        for fact in everyday_facts()[:USUAL_FACTS]:
+            with suppress(PromptTooLong):
+                rows.append(context_row(lm, replace(fact, target=None), (), token))
+        run, _, values = _unedited_run(lm, pad_rows(rows, lm.device), layer, facts=len(rows))
+        at_token = (torch.arange(len(rows)), torch.tensor([row.edit_position for row in rows]))
+        found = (run.states[layer] if site == "state" else values)[at_token]
+        known[layer, site, token] = found.float().norm(dim=-1).median().item()
+    return known[layer, site, token]
+
 
 @torch.no_grad()
 def prepare_search(
     lm: "LM", requests: Sequence[EditRequest], layer: int, site: EditSite, token: EditToken,
     search: ValueSearch,
 ) -> tuple[
-    ValueObjective, Float[Tensor, "fact context key"], Float[Tensor, "fact context value"]
+    ValueObjective, Float[Tensor, "fact row key"], Float[Tensor, "fact context value"]
 ]:  # fmt: skip
-    """One unedited run over all rows: the objective, and the keys and values at the edit tokens."""
+    """One unedited run over all rows: the objective, the keys at the edit tokens of the contexts
+    and (last) of the KL prompt, and the values at those of the contexts."""
     rows = [
         row
         for request in requests
@@ -401,9 +515,8 @@ def prepare_search(
     run, keys, values = _unedited_run(lm, ids, layer, facts=len(requests))
     number, edited = torch.arange(len(rows)), torch.tensor([row.edit_position for row in rows])
     values = run.states[layer] if site == "state" else values
-    keys, values = (
-        x[number, edited].float().unflatten(0, (-1, per_fact))[:, :-1] for x in (keys, values)
-    )
+    keys, values = (x[number, edited].float().unflatten(0, (-1, per_fact)) for x in (keys, values))
+    values = values[:, :-1]
 
     device = run.inputs.device
     start = torch.tensor(starts)
@@ -423,10 +536,11 @@ def prepare_search(
         lm=lm, search=search, layer=layer, site=site, run=run, view=view,
         hidden=entering.to(device)[view.row[:, None], view.position],
         fact=(number // per_fact).to(device), edit_slot=(edited - start).to(device),
+        scale=torch.ones(len(rows), device=device),
         target_row=target[0], target_slot=target[1], target_fact=target[2],
         target_weight=target[3], target_id=target[4],
         kl_row=kl.to(device), kl_slot=(kl_position - start[kl]).to(device),
-        kl_reference=reference.to(device), value_norm=values[:, 0].norm(dim=-1).to(device),
+        kl_reference=reference.to(device), norm=values[:, 0].norm(dim=-1).to(device),
     )  # fmt: skip
     if site == "mlp":
         objective = _without_first_block(objective)
@@ -481,7 +595,7 @@ def _without_first_block(objective: ValueObjective) -> ValueObjective:
     rows, positions = objective.view.row[:, None], objective.view.position
     after = objective.run.states[objective.layer].to(objective.hidden.device)[rows, positions]
     probe = torch.ones_like(objective.hidden[: objective.facts, 0].float())
-    probe *= (objective.value_norm / probe.shape[-1] ** 0.5)[:, None]
+    probe *= (objective.norm / probe.shape[-1] ** 0.5)[:, None]
     shift = objective._shift(probe)
     gap = (objective._edited_block(shift) - (after + shift)).abs().max()
     precise = objective.hidden.dtype == torch.float32

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from factscope.editing.edit import Edit
+from factscope.editing.checks import text_perplexity
+from factscope.editing.edit import Edit, broken_text
 from factscope.editing.editor import Editor
 from factscope.errors import FactscopeError, OutOfMemory
 from factscope.evaluation.before_after import describe_checks
@@ -90,26 +91,47 @@ class Evaluation:
         """Cases scored under one edit of many facts, or with its error."""
         return self._records(cases, before, [edit] * len(cases), "batch", step, progress)
 
+    def text_perplexity(self) -> float:
+        """Perplexity of unrelated text under the model in its present state."""
+        return text_perplexity(self.lm)
+
     def sequential_step(
-        self, case: Case, before: ScoresOrError, step: int, *, progress: Progress = no_progress
+        self,
+        case: Case,
+        before: ScoresOrError,
+        step: int,
+        unedited_perplexity: float | None = None,
+        *,
+        progress: Progress = no_progress,
     ) -> tuple[CaseRecord, Edit | None]:
-        """One more edit of the model in its present state; the caller applies the edit."""
+        """One more edit of the model in its present state; the caller applies the edit.
+
+        The model is broken if its perplexity is far above that of the unedited model, where it is
+        given: many edits may each raise it a little.
+        """
         editing, scoring = split(progress, [EDIT_WORK, 1])
         (edit,) = self.editor.attempt(self.lm, [case.request], progress=editing)
         (record,) = self._records([case], [before], [edit], "sequential", step, scoring)
-        return record, None if isinstance(edit, FactscopeError) else edit
+        if isinstance(edit, FactscopeError):
+            return record, None
+        if unedited_perplexity is not None and edit.checks is not None:
+            broken = broken_text(unedited_perplexity, edit.checks.perplexity_after)
+            record = replace(record, broken=record.broken or broken)
+        return record, edit
 
     def sequential_end(
         self,
         records: Sequence[CaseRecord],
         cases: Sequence[Case],
+        broken: str | None = None,
         *,
         progress: Progress = no_progress,
     ) -> list[CaseRecord]:
-        """Score cases again, on the model with all edits of the sequence applied."""
+        """Score cases again, on the model with all edits of the sequence applied; `broken` says why
+        that model is broken."""
         scores = self.score_unedited(cases, progress=progress)
         return [
-            replace(record, phase="end", **_after(after))
+            replace(record, phase="end", **_after(after, record.before, broken))
             for record, after in zip(records, scores, strict=True)
         ]
 
@@ -147,7 +169,11 @@ class Evaluation:
                 step=step,
                 before=unedited if isinstance(unedited, CaseScores) else None,
                 checks=describe_checks(edit.checks) if isinstance(edit, Edit) else {},
-                **_after(after.get(i, errors[i])),
+                **_after(
+                    after.get(i, errors[i]),
+                    unedited if isinstance(unedited, CaseScores) else None,
+                    edit.checks.broken if isinstance(edit, Edit) and edit.checks else None,
+                ),
             )
             for i, (case, unedited, edit) in enumerate(zip(cases, before, edits, strict=True))
         ]
@@ -182,11 +208,33 @@ class Evaluation:
         ]
 
 
-def _after(scores: ScoresOrError | None) -> dict[str, Any]:
-    """The fields `after` and `error` of a record."""
+def _after(
+    scores: ScoresOrError | None, before: CaseScores | None, broken: str | None
+) -> dict[str, Any]:
+    """The fields `after`, `error` and `broken` of a record."""
     if not isinstance(scores, CaseScores):
-        return {"after": None, "error": f"{type(scores).__name__}: {scores}"}
+        error = f"{type(scores).__name__}: {scores}"
+        return {"after": None, "error": error, "broken": broken}
     nlls = [x for prompts in scores.prompts.values() for p in prompts for x in (p.new, p.true)]
     if not all(map(math.isfinite, nlls)):
-        return {"after": None, "error": "the edited model's probabilities are NaN or infinite"}
-    return {"after": scores, "error": None}
+        error = "the edited model's probabilities are NaN or infinite"
+        return {"after": None, "error": error, "broken": broken or error}
+    if broken is None and before is not None:
+        broken = _vanished(before, scores)
+    return {"after": scores, "error": None, "broken": broken}
+
+
+VANISHED = 1e-3
+"""A model is broken if the objects are, over all prompts of a case, less likely than this fraction
+of their probability before the edit. An edit makes its new object likely: their sum grows."""
+
+
+def _vanished(before: CaseScores, after: CaseScores) -> str | None:
+    """A message if the objects' probabilities are near 0 after every prompt of a case."""
+    was, now = (
+        math.fsum(math.exp(-x) for ps in s.prompts.values() for p in ps for x in (p.new, p.true))
+        for s in (before, after)
+    )
+    if now >= VANISHED * was:
+        return None
+    return f"the objects' probabilities are near 0: their sum fell from {was:.2g} to {now:.2g}"

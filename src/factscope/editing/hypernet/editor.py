@@ -19,6 +19,7 @@ from factscope.editing.checks import (
     perplexities,
     text_loss,
     with_checks,
+    with_predictions,
 )
 from factscope.editing.contexts import EditRequest, TokenBatch, edit_requests
 from factscope.editing.edit import Edit, LowRank
@@ -63,7 +64,8 @@ class BoundHypernet(BoundEditor):
 
     def _checked(self, edits: Sequence[Edit]) -> list[Edit]:
         """The edits with their checks; a captured edit has them already."""
-        return list(edits) if all(edit.checks for edit in edits) else with_checks(self.lm, edits)
+        captured = all(edit.checks for edit in edits)
+        return with_predictions(self.lm, edits) if captured else with_checks(self.lm, edits)
 
     def _edits(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
         size = self.settings.facts_per_pass or (64 if on_gpu(self.lm) else 8)
