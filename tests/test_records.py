@@ -153,6 +153,19 @@ def test_a_damaged_record_is_refused_with_its_line_and_field(
         list(read_trace_records(path))
 
 
+def test_an_incomplete_last_line_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that still writes, or was killed, can be read."""
+    path = tmp_path / "records.jsonl"
+    path.write_text(CASE.to_json() + "\n" + CASE.to_json()[:40])
+    assert list(read_case_records(path)) == [CASE]
+    assert "the last line is incomplete" in caplog.text
+    path.write_text(CASE.to_json()[:40] + "\n" + CASE.to_json())
+    with pytest.raises(BadRecord, match="line 1"):
+        list(read_case_records(path))
+
+
 def test_a_binary_file_of_records_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(bytes(range(256)))

@@ -12,6 +12,7 @@ version 1; their old field names are translated when they are read.
 import dataclasses
 import html
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 from factscope.errors import BadFact, BadRecord
 from factscope.facts import Fact
 from factscope.io import check_json, parse_json, write_atomic
+
+log = logging.getLogger(__name__)
 
 VERSION = 2  # of the record format
 
@@ -142,11 +145,22 @@ def _hints(kind: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceRecord(Record):
-    """The causal trace of one fact (paper §2.1): three runs, and each cell's restored probability.
+class Lens:
+    """The logit lens on one run: every state decoded by the final norm and the head."""
 
-    Clean run, corrupted run (noise on the subject's embeddings), and corrupted runs in which one
-    cell is restored to its clean value.
+    answer: CellTable
+    """Probability of the answer's first token."""
+    top: tuple[tuple[tuple[tuple[str, float], ...], ...], ...]
+    """Token × layer: the most likely tokens, each with its probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRecord(Record):
+    """The causal trace of one fact (paper §2.1): three runs, and the metric of each cell.
+
+    Clean run, corrupted run (noise on the subject's embeddings, or another subject), and corrupted
+    runs in which one cell is restored to its clean value. With direction "corrupt", clean runs in
+    which one cell has its corrupted value.
     """
 
     KIND = "trace"
@@ -170,20 +184,59 @@ class TraceRecord(Record):
     """P*[o], its mean probability over the corrupted runs."""
     corrupted_samples: tuple[float, ...]
     """P*[o] for each noise sample."""
+    metric: str = "probability"
+    """The metric of all tables: a choice of `Tracing.metric`."""
+    clean_metric: float | None = None
+    """The metric in the clean run; None for "probability", where it is `clean`."""
+    corrupted_metric: float | None = None
+    """Its mean over the corrupted runs; None for "probability", where it is `corrupted`."""
+    foil: str | None = None
+    """The token that "logit-difference" compares the answer with."""
     restored: Mapping[str, CellTable] = field(default_factory=dict)
-    """For each kind in `KINDS`: token × layer of P*[o] with that cell restored."""
+    """For each kind in `KINDS`: token × layer of the metric with that cell restored."""
     severed: Mapping[str, CellTable] = field(default_factory=dict)
-    """For "mlp" or "attn": P*[o] with restored *states* while that module is severed at the
+    """For "mlp" or "attn": the metric with restored *states* while that module is severed at the
     restored token (Figure 3)."""
+    heads: tuple[CellTable, ...] = ()
+    """For each attention head: token × layer of the metric with its output restored."""
     gradients: Mapping[str, CellTable] = field(default_factory=dict)
     """For each kind: the norm of the integrated gradient at each state (App. B)."""
+    lens: Mapping[str, Lens] = field(default_factory=dict)
+    """The logit lens on the "clean" and the "corrupted" run."""
+    knockout: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """For each group of source tokens ("subject", "relation", "last"): the metric in the clean run
+    with attention from the last token to the group blocked in a window around each layer."""
+    attribution: Mapping[str, CellTable] = field(default_factory=dict)
+    """For each kind: the cells of `restored` estimated by gradients, in the same units."""
+    head_attribution: tuple[CellTable, ...] = ()
+    """The same for `heads`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was traced: corruption, window, samples, seed, preset."""
 
     @property
+    def clean_value(self) -> float:
+        """The metric in the clean run."""
+        return self.clean if self.clean_metric is None else self.clean_metric
+
+    @property
+    def corrupted_value(self) -> float:
+        """The metric in the corrupted run, the mean over its samples."""
+        return self.corrupted if self.corrupted_metric is None else self.corrupted_metric
+
+    @property
+    def direction(self) -> str:
+        """restore: clean cells in corrupted runs; or corrupt: corrupted cells in clean runs."""
+        return str(self.settings.get("direction", "restore"))
+
+    @property
+    def base_value(self) -> float:
+        """The metric in the run that cells are put into: the value of a cell without effect."""
+        return self.clean_value if self.direction == "corrupt" else self.corrupted_value
+
+    @property
     def total_effect(self) -> float:
-        """TE = P[o] - P*[o]."""
-        return self.clean - self.corrupted
+        """TE = P[o] - P*[o], or the same difference of another metric."""
+        return self.clean_value - self.corrupted_value
 
     def __repr__(self) -> str:
         tables = ", ".join(self.restored) or "not traced"
@@ -207,6 +260,23 @@ class TraceRecord(Record):
                 rows += f"<tr><th>{html.escape(token)}</th>{cells}</tr>"
             parts.append(f"<table><caption>{kind}, by layer</caption>{rows}</table>")
         return "".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditTraces:
+    """Traces of one fact before and after an edit."""
+
+    before: TraceRecord
+    """The unedited model and its answer, the old object."""
+    after: TraceRecord
+    """The edited model and the new object."""
+    old_after: TraceRecord
+    """The edited model and the old object."""
+
+    def to_json(self) -> str:
+        """The three records as one line of JSON."""
+        names = (field.name for field in dataclasses.fields(self))
+        return "{" + ", ".join(f'"{n}": {getattr(self, n).to_json()}' for n in names) + "}"
 
 
 def _cells(tables: Iterable[CellTable]) -> Iterator[float]:
@@ -350,6 +420,9 @@ class CaseRecord(Record):
     """Scores of the edited model; None if the edit failed."""
     error: str | None = None
     """Why the edit failed."""
+    broken: str | None = None
+    """Why the edited model is broken: it no longer predicts unrelated text, or the objects after
+    any of the case's prompts. Its scores count in the means."""
     checks: Mapping[str, Any] = field(default_factory=dict)
     """Edit checks, as in an `EditRecord`."""
 
@@ -413,4 +486,7 @@ def _read(path: str | Path, kind: type[R], command: str) -> Iterator[R]:
             try:
                 yield kind.from_json(line)
             except BadRecord as error:
+                if not line.endswith(b"\n"):  # a process is writing it, or was killed meanwhile
+                    log.warning("%s: the last line is incomplete and left out", path)
+                    return
                 raise BadRecord(f"{path}, line {number}: {error}") from error

@@ -12,15 +12,20 @@ from factscope.analysis.effects import (
     average_effects,
     average_kinds,
     cell_table,
+    effect_sign,
     has_severed,
     indirect_effects,
+    normalised,
     roles,
     severed_comparison,
+    strongest_subject_cell,
+    total_effect,
+    trace_warnings,
 )
 from factscope.analysis.estimate import Estimate, estimate
 from factscope.errors import BadRecord, BadSetting
 from factscope.facts import Fact
-from factscope.records import TraceRecord
+from factscope.records import Lens, TraceRecord
 
 NONE = (None, None)
 
@@ -256,3 +261,85 @@ def test_early_and_late_site_are_the_peaks():
     assert effects.stands_out()
     contested = average_effects([traced({1: (0.5, 0.1), 3: (0.5, 0.2)})] * 3)
     assert not contested.stands_out()
+
+
+# ---- other metrics and directions
+
+METRICS = [  # metric, direction, clean, corrupted, a cell → its effect, and the total effect
+    ("log-probability", "restore", -0.5, -3.0, -1.5, 1.5, 2.5),
+    ("logit-difference", "restore", 4.0, -1.0, 2.0, 3.0, 5.0),
+    ("kl", "restore", 0.0, 2.0, 0.5, 1.5, 2.0),
+    ("rank", "restore", 1.0, 50.0, 8.0, 42.0, 49.0),
+    ("probability", "corrupt", None, None, 0.3, 0.6, 0.8),
+    ("kl", "corrupt", 0.0, 2.0, 0.5, 0.5, 2.0),
+]
+
+
+@pytest.mark.parametrize(("metric", "direction", "clean", "corrupted", "x", "ie", "te"), METRICS)
+def test_an_effect_is_the_distance_moved_towards_the_other_run(
+    metric, direction, clean, corrupted, x, ie, te
+):
+    values = {"metric": metric, "clean_metric": clean, "corrupted_metric": corrupted}
+    settings = {"direction": direction}
+    base = {"clean": 0.9, "corrupted": 0.1} if clean is None else {}
+    traces = [traced({3: (x, x)}, settings=settings, **values, **base) for _ in range(2)]
+    assert indirect_effects(traces[0], "states")[3] == pytest.approx([ie, ie])
+    assert total_effect(traces[0]) == pytest.approx(te)
+    average = average_effects(traces)
+    assert (average.metric, average.direction) == (metric, direction)
+    assert average.peak("last subject token")[1].mean == pytest.approx(ie)
+    assert average.best_at_subject.mean == pytest.approx(x)
+    assert average.total.mean == pytest.approx(te)
+    pooled = average_effects(traces, pooling="tokens", paper_roles=True)
+    assert pooled.peak("last subject token")[1].mean == pytest.approx(ie)
+    assert ("%" in average.total.text) == (metric == "probability")
+    assert (effect_sign(traces[0]) > 0) == (x > traces[0].base_value)
+
+
+def test_normalised_cells_are_0_in_the_corrupted_and_1_in_the_clean_run():
+    trace = traced({3: (2.0, -1.0)}, metric="kl", clean_metric=0.0, corrupted_metric=2.0)
+    assert normalised(trace, "states")[3] == pytest.approx([0.0, 1.5])
+
+
+def test_traces_with_different_metrics_are_not_averaged():
+    with pytest.raises(BadRecord, match="different metrics"):
+        average_effects([traced({}), traced({}, metric="kl")])
+
+
+def test_lens_probabilities_are_averaged_like_tables_without_a_baseline():
+    cells = ((0.0, 0.0),) * 3 + ((0.2, 0.4),) + ((0.0, 0.0),) * 2
+    lens = Lens(answer=cells, top=((((" x", 0.4),),) * 2,) * 6)
+    average = average_effects([traced({}, metric="kl", lens={"clean": lens})], "lens clean")
+    assert row(average, "last subject token") == pytest.approx([0.2, 0.4])
+    assert "%" in average.row("last subject token")[1].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({}, []),
+        ({"answer": "."}, ["'.', which names no object"]),
+        ({"answer": " the", "clean": 0.15}, ["'the', which names no object"]),
+        ({"clean": 0.15}, ["hardly knows this fact: P('x') is only 15.0%"]),
+        ({"corrupted": 0.95}, ["total effect -5.0%"]),
+        (
+            {
+                "corrupted": 0.9,
+                "settings": {"corruption": {"distribution": "gaussian", "level": 0}},
+            },
+            ["noise level is 0"],
+        ),
+    ],
+)
+def test_traces_that_cannot_be_interpreted_have_warnings(
+    fields: dict[str, Any], parts: list[str]
+) -> None:
+    warnings = trace_warnings(traced({}, **fields))
+    assert len(warnings) == len(parts)
+    for warning, part in zip(warnings, parts, strict=True):
+        assert part in warning
+
+
+def test_the_strongest_cell_may_be_at_any_token_of_the_subject():
+    trace = traced({2: (0.1, 0.6), 3: (0.2, None), 5: (0.9, 0.9)})
+    assert strongest_subject_cell(trace, "states") == (2, 1, pytest.approx(0.5))

@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 
+from factscope.analysis.metrics import summarize
 from factscope.editing.editor import Editor
 from factscope.editing.settings import editor
-from factscope.errors import BadRunFolder, BadSetting, DidNotConverge, RunInterrupted
+from factscope.errors import (
+    BadRunFolder,
+    BadSetting,
+    DidNotConverge,
+    FactscopeError,
+    RunInterrupted,
+)
 from factscope.evaluation.cases import score_cases
 from factscope.evaluation.protocols import Evaluation
 from factscope.evaluation.settings import ScoringOptions
@@ -205,6 +212,56 @@ def test_a_failing_case_is_recorded_and_the_others_continue(
     assert records[2].error == "DidNotConverge: no way"
     assert records[2].after is None
     assert records[2].before is not None
+
+
+@pytest.mark.parametrize("protocol", ["single", "batch", "sequential"])
+@pytest.mark.parametrize("method", ["rome", "ft", "memit"])
+def test_a_broken_model_is_recorded_in_every_protocol(
+    method: str, protocol: str, model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_with_edits(lm: LM, edits: Any) -> list[float]:
+        return [20.0 if edit is None else 900.0 for edit in edits]
+
+    monkeypatch.setattr("factscope.editing.checks._text_perplexities", broken_with_edits)
+    run = run_of(model, tmp_path, method, cases=2, protocol=protocol)
+    records = [r for r in evaluated(run, lm, tmp_path / "run") if r.phase == "edit"]
+    reason = "perplexity of unrelated text from 20 to 900, above 5 times"
+    assert [r.broken for r in records] == [reason, reason]
+    [row] = [row for row in summarize(records) if row.edited]
+    assert (row.cases, row.broken, row.failed) == (2, 2, 0)
+    assert row.metrics["ES"].n == 2  # the scores count
+
+
+def test_small_edits_that_break_a_model_together_are_recorded_as_broken(
+    model: Path, lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model, tmp_path, cases=3, protocol="sequential")
+    perplexities = iter([20.0, 200.0])  # of the unedited model, and with all edits
+    monkeypatch.setattr(Evaluation, "text_perplexity", lambda self: next(perplexities))
+    records = evaluated(run, lm, tmp_path / "run")
+    broken = {r.broken for r in records if r.phase == "end"}
+    assert broken == {"perplexity of unrelated text from 20 to 200, above 5 times"}
+    assert all(r.checks["complaints"] == [] for r in records)
+
+
+def test_a_model_that_predicts_neither_object_is_broken(
+    model: Path, lm: LM, tmp_path: Path
+) -> None:
+    evaluation = run_of(model, tmp_path).evaluation(lm)
+    cases = run_of(model, tmp_path).read().cases[:1]
+    [before] = evaluation.score_unedited(cases)
+    [record] = evaluation.batch(cases, [before], FactscopeError("none"), 0)
+    assert record.broken is None
+    low = {
+        kind: tuple(replace(p, new=p.new + 9, true=p.true + 9) for p in prompts)
+        for kind, prompts in before.prompts.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        after = replace(before, prompts=low)
+        patch.setattr(Evaluation, "score_unedited", lambda *a, **more: [after])
+        [record] = evaluation.sequential_end([replace(record, before=before, error=None)], cases)
+    assert "probabilities are near 0" in (record.broken or "")
+    assert record.after == after
 
 
 def test_a_prompt_that_is_too_long_fails_only_its_case(model: Path, lm: LM, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Average indirect effects of many traces, by token role and layer (paper §2.2, Figures 2 and 3).
 
 1. A trace holds tables token × layer of restored probabilities. The indirect effect of a cell is
-   IE = P*,clean h[o] - P*[o].
+   IE = P*,clean h[o] - P*[o]. For other metrics and directions it is the distance by which the cell
+   moves the metric from the run it is put into towards the other run.
 2. Each token gets a role, such as "last subject token", so that different prompts line up.
 3. The average indirect effect (AIE) is the mean of IE over a fact's tokens of a role, then over
    the facts that the model knows.
@@ -19,8 +20,9 @@ from jaxtyping import Float, Integer
 
 from factscope.analysis.estimate import Estimate, Estimates, column_estimates, estimate
 from factscope.errors import BadRecord, BadSetting
-from factscope.records import KINDS, TraceRecord
+from factscope.records import KINDS, Lens, TraceRecord
 
+LENS_RUNS = ("clean", "corrupted")
 SEVERED = {"mlp": "states severed mlp", "attn": "states severed attn"}
 """Module that can be severed → the table of states restored while it is."""
 
@@ -28,12 +30,20 @@ TABLES = {
     **{kind: ("restored", kind) for kind in KINDS},
     **{name: ("severed", module) for module, name in SEVERED.items()},
     **{f"gradients {kind}": ("gradients", kind) for kind in KINDS},
+    **{f"attribution {kind}": ("attribution", kind) for kind in KINDS},
+    **{f"lens {run}": ("lens", run) for run in LENS_RUNS},
 }
 """Table → its field of a record, and the key in that field.
 
 "mlp": windows of MLP outputs restored. "states severed mlp": single states restored with the MLP
-severed. "gradients mlp": integrated gradients.
+severed. "gradients mlp": integrated gradients. "attribution mlp": the table "mlp" estimated by
+gradients. "lens clean": the answer's probability decoded from every state.
 """
+CELL_FIELDS = ("restored", "severed", "attribution")
+"""Fields whose tables hold the metric of an intervention; others have no baseline."""
+
+LOWER_IS_BETTER = ("kl", "rank")
+"""Metrics that are lowest in the clean run."""
 
 LAST_SUBJECT, LAST = "last subject token", "last token"
 ROLES = (
@@ -72,6 +82,7 @@ def cell_table(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens lay
     rows = getattr(record, field).get(key)
     if rows is None:
         raise BadRecord(f"the trace of {record.fact.text!r} has no table {table!r}; trace it first")
+    rows = rows.answer if isinstance(rows, Lens) else rows
     widths = {len(row) for row in rows}
     if len(rows) != len(record.tokens) or len(widths) != 1:
         raise BadRecord(
@@ -82,13 +93,37 @@ def cell_table(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens lay
 
 
 def baseline(record: TraceRecord, table: str) -> float:
-    """The value of a cell without effect: P*[o], or 0 for integrated gradients."""
-    return 0.0 if _location(table)[0] == "gradients" else record.corrupted
+    """The value of a cell without effect: P*[o], or the metric of the run that cells are put into;
+    0 for tables without interventions."""
+    return record.base_value if _location(table)[0] in CELL_FIELDS else 0.0
+
+
+def effect_sign(record: TraceRecord, table: str = "states") -> int:
+    """1 if an effect raises the metric; -1 if it lowers it, as corrupting a cell lowers P[o]."""
+    if _location(table)[0] not in CELL_FIELDS:
+        return 1
+    lower_is_better = record.metric in LOWER_IS_BETTER
+    return -1 if lower_is_better != (record.direction == "corrupt") else 1
 
 
 def indirect_effects(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
-    """IE = P*,clean h[o] - P*[o] of every cell (§2.1); integrated gradients as recorded."""
-    return cell_table(record, table) - baseline(record, table)
+    """IE = P*,clean h[o] - P*[o] of every cell (§2.1), or the same distance in another metric.
+
+    Tables without interventions as recorded.
+    """
+    return effect_sign(record, table) * (cell_table(record, table) - baseline(record, table))
+
+
+def total_effect(record: TraceRecord) -> float:
+    """TE, the distance between the corrupted and the clean run."""
+    return (-1 if record.metric in LOWER_IS_BETTER else 1) * record.total_effect
+
+
+def normalised(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
+    """The metric of every cell on a scale from 0, the corrupted run, to 1, the clean run."""
+    cells = cell_table(record, table) - record.corrupted_value
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return cells / (record.clean_value - record.corrupted_value)
 
 
 def _location(table: str) -> tuple[str, str]:
@@ -131,7 +166,8 @@ def roles(record: TraceRecord, *, paper: bool = False) -> tuple[tuple[str, ...],
     return tuple(by_token)
 
 
-def _tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list[int]:
+def tokens_with(record: TraceRecord, role: str, *, paper: bool = False) -> list[int]:
+    """The tokens that have a role."""
     return [i for i, names in enumerate(roles(record, paper=paper)) if role in names]
 
 
@@ -144,17 +180,19 @@ class AverageEffects:
 
     table: str  # which table was averaged: a key of `TABLES`
     model: str
+    metric: str  # of the cells
+    direction: str  # "restore" or "corrupt"
     window: int | None  # layers in a window of MLP or attention outputs, if the records say
     mean: Float[np.ndarray, "roles layers"]
     half_width: Float[np.ndarray, "roles layers"]
     n: Integer[np.ndarray, "roles layers"]
     facts: int  # known facts that have the table
     skipped: int  # facts left out because the model does not know them
-    clean: Estimate  # P[o] over the facts
+    clean: Estimate  # P[o] over the facts, or another metric
     corrupted: Estimate  # P*[o] over the facts
     total: Estimate  # ATE, the average total effect P[o] - P*[o]
-    best_at_subject: Estimate  # over facts: highest value at the last subject token (App. B)
-    best_anywhere: Estimate  # over facts: highest value at any token
+    best_at_subject: Estimate  # over facts: strongest cell at the last subject token (App. B)
+    best_anywhere: Estimate  # over facts: strongest cell at any token
     roles: tuple[str, ...] = ROLES
 
     @property
@@ -166,8 +204,8 @@ class AverageEffects:
         """The AIE of a role at each layer."""
         if role not in self.roles:
             raise BadSetting(f"role is {role!r}; choose from {', '.join(self.roles)}")
-        i = self.roles.index(role)
-        return Estimates(self.mean[i], self.half_width[i], self.n[i])
+        i, fraction = self.roles.index(role), self.clean.fraction
+        return Estimates(self.mean[i], self.half_width[i], self.n[i], fraction)
 
     def measured(self, role: str) -> bool:
         """Whether any fact has a measured cell of this role."""
@@ -218,26 +256,45 @@ def average_effects(
             f"the traces have different numbers of layers {sorted(layers)}; "
             "average the traces of one model at a time"
         )
+    metric, direction = one_metric(known)
+    # The lens is about probabilities, whatever the metric.
+    fraction = metric == "probability" or _location(table)[0] not in CELL_FIELDS
     rows = [_pool(known, table, role, pooling, paper_roles) for role in ROLES]
     return AverageEffects(
         table=table,
         model=known[0].model,
+        metric=metric,
+        direction=direction,
         window=known[0].settings.get("window"),
         mean=np.stack([row.mean for row in rows]),
         half_width=np.stack([row.half_width for row in rows]),
         n=np.stack([row.n for row in rows]),
         facts=len(known),
         skipped=sum(not r.known for r in records),
-        clean=estimate(r.clean for r in known),
-        corrupted=estimate(r.corrupted for r in known),
-        total=estimate(r.total_effect for r in known),
+        clean=estimate((r.clean_value for r in known), fraction=fraction),
+        corrupted=estimate((r.corrupted_value for r in known), fraction=fraction),
+        total=estimate((total_effect(r) for r in known), fraction=fraction),
         best_at_subject=estimate(
-            _highest(cell_table(r, table)[r.subject[1] - 1])
-            for r in known
-            if r.subject[1] < len(r.tokens)  # else that token is the late site
+            (
+                _strongest(r, table, slice(r.subject[1] - 1, r.subject[1]))
+                for r in known
+                if r.subject[1] < len(r.tokens)  # else that token is the late site
+            ),
+            fraction=fraction,
         ),
-        best_anywhere=estimate(_highest(cell_table(r, table)) for r in known),
+        best_anywhere=estimate((_strongest(r, table) for r in known), fraction=fraction),
     )
+
+
+def one_metric(records: Sequence[TraceRecord]) -> tuple[str, str]:
+    """The metric and the direction of all records; BadRecord if they differ."""
+    found = {(record.metric, record.direction) for record in records}
+    if len(found) != 1:
+        raise BadRecord(
+            f"the traces have different metrics or directions {sorted(found)}; "
+            "average the traces of one run at a time"
+        )
+    return found.pop()
 
 
 def average_kinds(
@@ -255,7 +312,7 @@ def _pool(
     records: Sequence[TraceRecord], table: str, role: str, pooling: Pooling, paper: bool
 ) -> Estimates:
     """The estimates of a role over facts or over tokens: see `average_effects`."""
-    tokens = [_tokens_with(record, role, paper=paper) for record in records]
+    tokens = [tokens_with(record, role, paper=paper) for record in records]
     if pooling == "facts":
         effects = [indirect_effects(r, table)[own] for r, own in zip(records, tokens, strict=True)]
         # The mean of a fact without tokens of the role is NaN: it does not count.
@@ -264,13 +321,15 @@ def _pool(
     # The paper's code uses numpy's default: σ of the population.
     pooled = column_estimates(np.concatenate(values), ddof=0)
     mean_baseline = np.mean([baseline(r, table) for r in records])
-    return Estimates(pooled.mean - mean_baseline, pooled.half_width, pooled.n)
+    sign = effect_sign(records[0], table)
+    return Estimates(sign * (pooled.mean - mean_baseline), pooled.half_width, pooled.n)
 
 
-def _highest(cells: np.ndarray) -> float:
-    """The highest measured cell; NaN if none was measured."""
-    measured = cells[~np.isnan(cells)]
-    return float(measured.max()) if measured.size else float("nan")
+def _strongest(record: TraceRecord, table: str, tokens: slice = slice(None)) -> float:
+    """The value of the measured cell with the highest effect; NaN if none was measured."""
+    cells, sign = cell_table(record, table)[tokens], effect_sign(record, table)
+    measured = sign * cells[~np.isnan(cells)]
+    return sign * float(measured.max()) if measured.size else float("nan")
 
 
 # ---- severed modules (Figure 3)
@@ -289,7 +348,7 @@ class SeveredComparison:
 
 def has_severed(records: Iterable[TraceRecord]) -> bool:
     """Whether `severed_comparison` has a fact to compare."""
-    return any(r.known and r.severed and _tokens_with(r, LAST_SUBJECT) for r in records)
+    return any(r.known and r.severed and tokens_with(r, LAST_SUBJECT) for r in records)
 
 
 def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
@@ -297,7 +356,7 @@ def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
 
     A fact whose subject ends the prompt has no "last subject token" (see `roles`): it is left out.
     """
-    usable = [r for r in records if r.known and _tokens_with(r, LAST_SUBJECT)]
+    usable = [r for r in records if r.known and tokens_with(r, LAST_SUBJECT)]
     modules = [m for m, table in SEVERED.items() if any(has_table(r, table) for r in usable)]
     tables = ["states", *(SEVERED[module] for module in modules)]
     traced = [r for r in usable if all(has_table(r, table) for table in tables)]
@@ -319,3 +378,46 @@ def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
         severed={module: rows[SEVERED[module]] for module in modules},
         lost={module: lost(SEVERED[module]) for module in modules},
     )
+
+
+# ---- can a trace be interpreted?
+
+WEAK_ANSWER = 0.2
+"""Below this clean probability the model hardly knows the fact."""
+EMPTY_ANSWERS = frozenset(("the", "a", "an", "that", "of", "not", "also"))
+"""Next tokens that name no object."""
+
+
+def trace_warnings(record: TraceRecord) -> list[str]:
+    """Reasons why the tables of a trace do not show where a fact is stored."""
+    answer = record.answer.strip()
+    warnings = []
+    if not any(map(str.isalnum, answer)) or answer in EMPTY_ANSWERS:
+        warnings.append(
+            f"The most likely next token is {answer!r}, which names no object: the model does not "
+            "state this fact here. Change the prompt so that the object comes next."
+        )
+    elif record.clean < WEAK_ANSWER:
+        warnings.append(
+            f"The model hardly knows this fact: P({answer!r}) is only {record.clean:.1%} in the "
+            "clean run, so the tables are mostly noise."
+        )
+    corruption = record.settings.get("corruption", {})
+    scaled = corruption.get("distribution") in ("gaussian", "uniform")
+    if scaled and corruption.get("level") == 0 and not corruption.get("replace"):
+        warnings.append("The noise level is 0: nothing is corrupted, so there is no effect.")
+    elif record.clean <= record.corrupted:
+        warnings.append(
+            "The corruption does not make the answer less likely (total effect "
+            f"{record.clean - record.corrupted:+.1%}): restored cells cannot bring it back. Use "
+            "more noise, or another prompt."
+        )
+    return warnings
+
+
+def strongest_subject_cell(record: TraceRecord, table: str) -> tuple[int, int, float]:
+    """Token, layer and indirect effect of the subject's cell with the highest effect."""
+    start, stop = record.subject
+    effects = indirect_effects(record, table)[start:stop]
+    token, layer = np.unravel_index(np.nanargmax(effects), effects.shape)
+    return start + int(token), int(layer), float(effects[token, layer])

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -22,6 +23,8 @@ class Estimate:
     mean: float
     half_width: float
     n: int
+    fraction: bool = True
+    """Whether `text` is in percent."""
 
     @property
     def low(self) -> float:
@@ -43,6 +46,13 @@ class Estimate:
         return self.low > other.high
 
     @property
+    def text(self) -> str:
+        """The interval in percent if the values are fractions, else as numbers: "1.26 ± 0.10"."""
+        if self.fraction or math.isnan(self.mean):
+            return self.percent
+        return f"{self.mean:.2f}" + ("" if self.n < 2 else f" ± {self.half_width:.2f}")
+
+    @property
     def percent(self) -> str:
         """The interval in percent: "18.6 ± 0.9 %"."""
         if math.isnan(self.mean):
@@ -55,6 +65,11 @@ class Estimate:
         return f"{self.percent} (n={self.n})"
 
 
+def to_dict(result: Any) -> dict[str, Any]:
+    """A dataclass as JSON values; its estimates without `fraction`, which is about text."""
+    return asdict(result, dict_factory=lambda pairs: {k: x for k, x in pairs if k != "fraction"})
+
+
 @dataclass(frozen=True, eq=False)
 class Estimates:
     """One estimate per layer."""
@@ -62,6 +77,7 @@ class Estimates:
     mean: Float[np.ndarray, " layers"]
     half_width: Float[np.ndarray, " layers"]
     n: Integer[np.ndarray, " layers"]
+    fraction: bool = True
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -69,16 +85,19 @@ class Estimates:
 
     def __getitem__(self, layer: int) -> Estimate:
         """The estimate of one layer."""
-        return Estimate(float(self.mean[layer]), float(self.half_width[layer]), int(self.n[layer]))
+        mean, half_width = float(self.mean[layer]), float(self.half_width[layer])
+        return Estimate(mean, half_width, int(self.n[layer]), self.fraction)
 
 
-def estimate(values: Iterable[float], ddof: int = 1) -> Estimate:
+def estimate(values: Iterable[float], ddof: int = 1, *, fraction: bool = True) -> Estimate:
     """Mean ± 1.96·σ/√N, NaN ignored. σ is the sample's (`ddof=1`) or the population's (0)."""
     column = np.array(list(values), dtype=float).reshape(-1, 1)
-    return column_estimates(column, ddof)[0]
+    return column_estimates(column, ddof, fraction=fraction)[0]
 
 
-def column_estimates(values: Float[np.ndarray, "values layers"], ddof: int = 1) -> Estimates:
+def column_estimates(
+    values: Float[np.ndarray, "values layers"], ddof: int = 1, *, fraction: bool = True
+) -> Estimates:
     """The estimate of each column; NaN is a cell that was not measured and is ignored."""
     measured = ~np.isnan(values)
     n = measured.sum(axis=0)
@@ -86,4 +105,4 @@ def column_estimates(values: Float[np.ndarray, "values layers"], ddof: int = 1) 
         mean = np.where(measured, values, 0.0).sum(axis=0) / n
         squares = np.where(measured, (values - mean) ** 2, 0.0).sum(axis=0)
         variance = np.where(n > 1, squares / np.maximum(n - ddof, 1), np.nan)
-        return Estimates(mean, Z95 * np.sqrt(variance / n), n)
+        return Estimates(mean, Z95 * np.sqrt(variance / n), n, fraction)

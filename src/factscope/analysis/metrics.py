@@ -79,6 +79,27 @@ METRICS: dict[str, Metric] = {
 
 SUCCESS_RATES = ("ES", "PS", "NS")  # S is their harmonic mean
 
+DEFINITIONS = {
+    "S": "Score: harmonic mean of ES, PS and NS.",
+    "ES": "Efficacy score: how often the new object is likelier than the true one after the edited "
+    "prompt.",
+    "EM": "Efficacy magnitude: P(new) - P(true) after the edited prompt.",
+    "PS": "Paraphrase score: how often the new object is likelier than the true one after "
+    "paraphrases.",
+    "PM": "Paraphrase magnitude: P(new) - P(true) after paraphrases.",
+    "NS": "Neighbourhood score: how often the true object stays likelier than the new one after "
+    "prompts about other subjects.",
+    "NM": "Neighbourhood magnitude: P(true) - P(new) after prompts about other subjects.",
+    "GE": "Generation entropy (fluency): entropy of the words and word pairs of generated texts.",
+    "RS": "Reference score (consistency): similarity of generated texts to texts about subjects "
+    "that have the new object.",
+    "efficacy": "Fraction of the answer's tokens that are predicted after the edited question.",
+    "paraphrase": "The same after paraphrases of the question.",
+    "specificity": "The same after unrelated questions.",
+    "drawdown": "Accuracy drawdown: specificity before the edit minus specificity after it.",
+}
+"""What a metric means, in one sentence."""
+
 
 def case_metrics(scores: CaseScores) -> dict[str, float]:
     """The metrics of one case, those that were measured."""
@@ -106,6 +127,7 @@ class Summary:
     phase: Phase = "edit"
     cases: int  # number of cases
     failed: int = 0  # cases whose edit failed; no mean includes them
+    broken: int = 0  # cases whose edited model is broken; the means include those with scores
     metrics: Mapping[str, Estimate] = field(default_factory=dict)  # those that were measured
     published: bool = False  # whether these are the paper's numbers
 
@@ -169,6 +191,7 @@ def summary_of(records: Sequence[CaseRecord]) -> Summary:
         phase=first.phase,
         cases=len(records),
         failed=len(records) - len(done),
+        broken=sum(record.broken is not None for record in records),
         metrics={**metrics, "drawdown": drawdown} if drawdown.n else metrics,
     )
 

@@ -2,7 +2,8 @@
 
 A record of a fact has a `subject` and a `prompt`, either a template with "{}" for the subject or a
 text that contains it. Its object is `target`, `attribute` (known_1000) or `target_true`; its id is
-`id`, `known_id` or `case_id`.
+`id`, `known_id` or `case_id`. `replacement` is another subject with as many tokens, for traces with
+token replacement.
 
 A record of a case also has the new object, `to`. Optional are the true object, `true`, and the
 lists of texts `paraphrases`, `neighbours`, `neighbour_answers`, `attributes` and `generations`.
@@ -194,10 +195,12 @@ def _check_header(path: Path, number: int, header: list[str]) -> None:
 def _fact(record: Any, number: int, target_names: Sequence[str]) -> Fact:
     rewrite = _rewrite(record)
     id_, relation = _first(record, ID), _first(rewrite, RELATION)
+    other = rewrite.get("replacement")
     fields = {
         "id": str(number if id_ is None else id_),
         "target": _object(rewrite, target_names),
         "relation": None if relation is None else str(relation),
+        "replacement": _text("replacement", other) if other else None,
     }
     subject: Any = rewrite.get("subject")
     prompt: Any = rewrite.get("prompt")

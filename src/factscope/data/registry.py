@@ -36,6 +36,8 @@ class DataSetInfo:
     """Of the file at `url`, if it is known."""
     size: int | None = None
     """Bytes."""
+    source: str = "from EasyEdit's page (github.com/zjunlp/EasyEdit)"
+    """Where to get the file if there is no `url`."""
 
 
 def _paper_file(
@@ -93,6 +95,11 @@ DATA_SETS: dict[str, DataSetInfo] = {
         sha256="8a78c4f20d8d85dadfd14e283d71af255482ff18aa0eb8a81716024c05ff888b",
         size=31_639_072,
     ),
+    "wikipedia": DataSetInfo(
+        description="English text for statistics, used if it is there",
+        files=("wikipedia.txt",),
+        source="from a dump of Wikipedia, as plain text with blank lines between articles",
+    ),
 }
 
 
@@ -125,7 +132,7 @@ def find_data(
         how = f"download {data.url} yourself"
         hint = f", or give its hash: `factscope data get {name} --sha256 …`"
     else:
-        how, hint = f"get {file} from EasyEdit's page (github.com/zjunlp/EasyEdit)", ""
+        how, hint = f"get {file} {data.source}", ""
     raise DataNotFound(
         f"{name} is not on this machine and cannot be downloaded, because its SHA-256 is not "
         f"known; {how} and save it as {file} in the folder FACTSCOPE_DATA, or give its path{hint}"

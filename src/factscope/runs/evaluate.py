@@ -272,7 +272,7 @@ def _run_sequential(
     Each edit is saved to a file before its record is written. A resumed run loads and applies the
     saved edits in order, and then continues.
     """
-    from factscope.editing.edit import Edit
+    from factscope.editing.edit import Edit, broken_text
     from factscope.evaluation.protocols import EDIT_WORK
 
     cases = list(chain(*groups))
@@ -296,6 +296,7 @@ def _run_sequential(
         before += scores
     edits = folder.path / "edits"
     edits.mkdir(exist_ok=True)
+    unedited_perplexity = evaluation.text_perplexity()
     with ExitStack() as applied:
         for record in edited:
             if not record.failed:
@@ -304,7 +305,7 @@ def _run_sequential(
         for step in range(len(edited), len(cases)):
             part = next(parts)
             record, edit = evaluation.sequential_step(
-                cases[step], before[step], step, progress=part
+                cases[step], before[step], step, unedited_perplexity, progress=part
             )
             if edit is not None and not record.failed:
                 edit.save(edits / f"{step:06}.edit")
@@ -313,9 +314,10 @@ def _run_sequential(
             edited.append(record)
             part(1.0)
         by_fact = {record.fact: record for record in edited}
+        broken = broken_text(unedited_perplexity, evaluation.text_perplexity()) if unended else None
         for group in unended:
             part, edit_records = next(parts), [by_fact[case.fact] for case in group]
-            for record in evaluation.sequential_end(edit_records, group, progress=part):
+            for record in evaluation.sequential_end(edit_records, group, broken, progress=part):
                 if record.fact not in ended:
                     folder.append(record)
             part(1.0)

@@ -35,7 +35,7 @@ def make_evaluation(run: EvaluateRun, device: str) -> "Evaluation":
     """The evaluation of a run, whose editor is resolved; loads the model in this process."""
     from factscope.lm.load import load
 
-    return run.evaluation(load(run.model, device=device, dtype=run.dtype))
+    return run.evaluation(load(run.model, device=device, dtype=run.dtype, check=False))
 
 
 class Worker:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factscope.analysis.metrics import summarize
+from factscope.analysis.metrics import UNEDITED, summarize
 from factscope.analysis.sweep import AXES, Point, Setting, Sweep, SweepGrid, grid_points, point_name
 from factscope.errors import (
     BadInput,
@@ -152,6 +152,25 @@ def read_sweep(path: Path) -> Sweep:
         unedited=unedited[0] if unedited else None,
         spec={name: value for name, value in spec.items() if not name.endswith("sha256")},
     )
+
+
+def records_by_layer(path: Path) -> dict[int, list[CaseRecord]]:
+    """The records of a sweep over layers, after each case's own edit. No torch."""
+    sweep = read_sweep(path)
+    several = [axis for axis, values in sweep.grid.items() if len(values) > 1]
+    if several != ["layer"]:
+        raise BadRunFolder(
+            f"{path} sweeps {', '.join(several) or 'one point'}; comparing it with traces needs a "
+            "sweep over layers only"
+        )
+    return {
+        int(point.settings["layer"]): [
+            record
+            for record in RunFolder(path / POINTS / point.name).case_records()
+            if record.phase == "edit" and record.method != UNEDITED
+        ]
+        for point in sweep.points
+    }
 
 
 def read_failures(path: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Trace many facts into a run folder."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,14 @@ from factscope.tracing.settings import Tracing
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
+
+
+ADDED = (
+    "metric", "direction", "heads", "sever_draws", "lens", "knockout", "knockout_window",
+    "attribution",
+)  # fmt: skip
+"""Settings that older specs do not have: written only where they differ from the default, so that
+older run folders resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,7 @@ class TraceRun:
 
     def spec(self) -> dict[str, Any]:
         """What identifies the run."""
+        tracing, default = self.settings.to_dict(), Tracing().to_dict()
         return {
             "command": "trace",
             "model": self.model,
@@ -54,26 +64,41 @@ class TraceRun:
             "facts": self.facts.name,
             "facts_sha256": sha256(self.facts),
             "limit": self.limit,
-            "tracing": self.settings.to_dict(),
+            "tracing": {k: v for k, v in tracing.items() if k not in ADDED or v != default[k]},
             # Only where used, so that older run folders resume.
             **({"chat": True} if self.chat else {}),
             **({"edits": {file.name: sha256(file) for file in self.edits}} if self.edits else {}),
         }
 
     def readable_facts(self, lm: "LM", facts: tuple[Fact, ...]) -> FactsFile:
-        """The facts that fit the model (its tokenizer and context), and problems of the others."""
-        from factscope.lm.tokens import chat_fact, encode_fact
+        """The facts that fit the model (its tokenizer and context), and problems of the others.
 
-        fit: list[Fact] = []
+        With token replacement each fact gets a replacement, if it has none: the subject of another
+        fact of the file.
+        """
+        from factscope.lm.tokens import chat_fact, encode_fact
+        from factscope.tracing.corruption import with_replacement
+
         problems: list[str] = []
-        for fact in facts:
-            try:
-                fact = chat_fact(lm, fact) if self.chat else fact
-                encode_fact(lm, fact)
-                fit.append(fact)
-            except BadFact as error:
-                problems.append(f"{self.facts.name}, fact {fact.id}: {error}")
-        return FactsFile(tuple(fit), tuple(problems))
+
+        def fitting(facts: Iterable[Fact], prepare: Callable[[Fact], Fact]) -> tuple[Fact, ...]:
+            fit: list[Fact] = []
+            for fact in facts:
+                try:
+                    fit.append(prepare(fact))
+                except BadFact as error:
+                    problems.append(f"{self.facts.name}, fact {fact.id}: {error}")
+            return tuple(fit)
+
+        def encodable(fact: Fact) -> Fact:
+            fact = chat_fact(lm, fact) if self.chat else fact
+            encode_fact(lm, fact)
+            return fact
+
+        fit = fitting(facts, encodable)
+        if self.settings.corruption.replaces_tokens:
+            fit = fitting(fit, lambda fact: with_replacement(lm, fact, fit))
+        return FactsFile(fit, tuple(problems))
 
     def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
         """Create the run's folder, or open it to resume."""
