@@ -6,7 +6,7 @@ import numpy as np
 
 from factscope.analysis.effects import AverageEffects, average_kinds
 from factscope.facts import Fact
-from factscope.records import KINDS, TraceRecord
+from factscope.records import KINDS, Lens, TraceRecord
 
 LAYERS = 6
 
@@ -40,6 +40,29 @@ def trace(seed: int = 0, tokens: tuple[str, ...] = TOKENS, **fields: Any) -> Tra
         "settings": {"window": 10, "seed": 1, "corruption": {"kind": "gaussian"}},
     }
     return TraceRecord(tokens=tokens, **(defaults | fields))
+
+
+def lens(seed: int) -> Lens:
+    """A lens with random probabilities, the same two tokens on top of every state."""
+    top = ((" Seattle", 0.5), ("</script>", 0.25))
+    return Lens(answer=random_cells(seed), top=((top,) * LAYERS,) * len(TOKENS))
+
+
+def attention_trace(seed: int = 0, **fields: Any) -> TraceRecord:
+    """A trace with two heads, knockout and the logit lens."""
+    defaults: dict[str, Any] = {
+        "heads": (random_cells(seed + 30), random_cells(seed + 31)),
+        "knockout": {
+            group: random_cells(seed + 40 + i)[0]
+            for i, group in enumerate(("subject", "relation", "last"))
+        },
+        "lens": {"clean": lens(seed + 50), "corrupted": lens(seed + 51)},
+    }
+    return trace(seed, **(defaults | fields))
+
+
+KL = {"metric": "kl", "clean_metric": 0.0, "corrupted_metric": 2.0}
+REPLACED = {"corruption": {"distribution": "tokens"}, "direction": "corrupt", "window": 10}
 
 
 def averages(count: int = 4) -> dict[str, AverageEffects]:

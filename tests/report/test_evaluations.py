@@ -69,6 +69,19 @@ def test_failed_cases_are_counted_and_noted():
     assert accuracies.columns[3:] == ("prompt ↑", "paraphrases ↑", "neighbours ↑")
 
 
+def test_broken_models_are_counted_in_a_column_of_their_own():
+    broken = case(1, broken="perplexity of unrelated text from 20 to 900, above 5 times")
+    [table, _] = evaluation_tables(summarize([case(), broken]), include_published=False)
+    rows = {str(row[0]): row for row in table.rows}
+    assert table.columns[:4] == ("editor", "cases", "failed", "broken")
+    assert rows["ROME"][1:4] == (2, 0, 1)
+    assert rows["unedited"][1:4] == (2, None, None)
+    assert "count in the means" in table.note
+    without = evaluation_tables(summarize([case()]), include_published=False)[0]
+    assert "broken" not in without.columns
+    assert "Broken" not in without.note
+
+
 def test_best_values_and_failures_are_marked():
     found = marks(evaluation_tables(summarize(RECORDS), include_published=False)[0])
     assert found["ROME", "ES"] == found["ROME", "S"] == "best"

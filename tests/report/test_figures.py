@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from factscope.analysis.effects import average_kinds, severed_comparison
+from factscope.analysis.attention import average_heads, average_knockout
+from factscope.analysis.effects import average_effects, average_kinds, severed_comparison
 from factscope.analysis.metrics import Summary, summarize
 from factscope.analysis.published import published
 from factscope.errors import BadRecord, BadSetting
@@ -21,7 +22,16 @@ from factscope.report.labels import display_token, row_name, token_labels
 
 from case_records import RECORDS, case
 from edit_records import neurons_record, odd, record, scores
-from trace_records import LAYERS, ODD_TOKENS, averages, random_cells, trace
+from trace_records import (
+    KL,
+    LAYERS,
+    ODD_TOKENS,
+    REPLACED,
+    attention_trace,
+    averages,
+    random_cells,
+    trace,
+)
 
 
 def ticks(fig: Figure, panel: int = 0) -> list[str]:
@@ -97,6 +107,89 @@ def test_gradients_are_drawn_below_the_traces():
     assert sum("Integrated gradients" in title for title in titles) == 3
     assert sum("Impact" in title for title in titles) == 3
     assert drawn(fig, 3).norm.vmin == 0
+
+
+def test_cells_that_lower_the_metric_are_darkest_at_the_lowest_value():
+    cells = ((2.0,) * LAYERS,) * 5 + ((0.5,) * LAYERS,)
+    fig = figures.trace_figure(trace(restored={"states": cells}, **KL))
+    mesh = drawn(fig)
+    assert mesh.get_cmap().name == "Purples_r"
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.5, 2.0)
+    assert fig.axes[1].get_ylabel() == "KL(clean ‖ run)"
+
+
+def test_direction_replacement_and_foil_are_named():
+    record = trace(metric="logit-difference", foil=" Rome", settings=REPLACED)
+    record = replace(record, fact=replace(record.fact, replacement="Big Ben"))
+    fig = figures.traces_figure(record)
+    assert fig.get_suptitle() == "subject replaced by “Big Ben”"
+    assert fig.axes[0].get_title() == "Impact of corrupting state in the clean run"
+    assert fig.axes[3].get_ylabel() == "logit(Seattle) − logit(Rome)"
+
+
+def test_heads_are_drawn_at_the_token_with_the_strongest_one():
+    flat = ((0.1,) * LAYERS,) * 6
+    strong = (*flat[:3], (0.1, 0.1, 0.5, 0.1, 0.1, 0.1), *flat[4:])
+    fig = figures.heads_figure(trace(heads=(flat, strong)))
+    assert "head at “le”" in fig.axes[0].get_title()
+    assert ticks(fig) == ["head 0", "head 1"]
+    assert np.asarray(drawn(fig).get_array())[1, 2] == 0.5
+    with pytest.raises(BadSetting, match="no token 9"):
+        figures.heads_figure(trace(heads=(flat, strong)), 9)
+    with pytest.raises(BadRecord, match="--heads"):
+        figures.heads_figure(trace())
+
+
+def test_knockout_is_drawn_as_relative_change_of_the_probability():
+    record = attention_trace(knockout={"subject": (0.6, 0.3), "last": (0.6, 0.6)})
+    fig = figures.knockout_figure(record)
+    ax = fig.axes[0]
+    assert [line.get_label() for line in ax.lines[1:]] == ["subject tokens", "last token"]
+    assert ax.lines[1].get_ydata() == pytest.approx([0.0, -0.5])
+    assert ax.get_ylabel() == "relative change of p(Seattle)"
+    other = replace(record, metric="rank", clean_metric=1.0)
+    assert figures.knockout_figure(other).axes[0].get_ylabel() == "change of rank of Seattle"
+
+
+def test_average_knockout_heads_and_lens_over_facts():
+    records = [attention_trace(seed) for seed in range(3)]
+    knockout = average_knockout(records)
+    ax = figures.average_knockout_figure(knockout).axes[0]
+    assert ax.lines[1].get_ydata() == pytest.approx(knockout.changes["subject"].mean)
+    assert len(ax.collections) == 3  # a band for each group
+    heads = average_heads(records)
+    fig = figures.average_heads_figure([heads])
+    assert "last token over 3 facts" in fig.axes[0].get_title()
+    shown = np.asarray(drawn(fig).get_array())
+    assert shown == pytest.approx(np.clip(heads.mean, 0, None))
+    lens = {run: average_effects(records, f"lens {run}") for run in ("clean", "corrupted")}
+    fig = figures.average_lens(lens)
+    assert [ax.get_title() for ax in fig.axes[:2]] == [
+        "Logit lens on the clean run over 3 facts", "Logit lens on the corrupted run over 3 facts",
+    ]  # fmt: skip
+    assert drawn(fig, 1).norm.vmax == drawn(fig, 0).norm.vmax
+
+
+def test_lens_of_one_fact():
+    record = attention_trace()
+    fig = figures.lens_figure(record)
+    assert fig.axes[1].get_title() == "Logit lens on the corrupted run"
+    assert np.asarray(drawn(fig).get_array()) == pytest.approx(
+        np.array(record.lens["clean"].answer)
+    )
+    with pytest.raises(BadRecord, match="--lens"):
+        figures.lens_figure(trace())
+
+
+def test_average_lines_have_a_normalised_scale():
+    effects = averages()
+    fig = figures.average_lines(effects)
+    [scale] = fig.axes[-1].child_axes
+    assert scale.get_ylabel() == "fraction of the total effect"
+    fig.draw_without_rendering()
+    assert scale.get_ylim()[1] * effects["states"].total.mean == pytest.approx(
+        fig.axes[-1].get_ylim()[1]
+    )
 
 
 def test_negative_average_effects_have_the_lightest_colour():

@@ -15,6 +15,8 @@ TABLE = Table("A|B", ("name", "mean"), (("x_1 & $y$", Estimate(0.1234, 0.01, 9))
 
 def test_control_characters_are_visible_and_other_text_is_unchanged():
     assert printable("a\tb\n\x00\u2028") == "a⇥b↵\ufffd\ufffd"
+    assert printable("a\u202eb\u2066\u200e\ufeff") == "a\ufffdb" + 3 * "\ufffd"
+    assert printable("👩\u200d🔬") == "👩\u200d🔬"
     assert printable("東京 é $x$ <b>") == "東京 é $x$ <b>"
     assert multiline("<b>\n\x00") == "&lt;b&gt;\n\ufffd"
 

@@ -52,7 +52,9 @@ def test_tables_of_average_effects():
     effects = averages()
     rows = effects_table(effects).rows
     layer, peak = effects["states"].peak("last subject token")
-    assert ("states", "last subject token", layer, peak, 4) in rows
+    total = effects["states"].total.mean
+    part = Estimate(peak.mean / total, peak.half_width / total, 4)
+    assert ("states", "last subject token", layer, peak, part, 4) in rows
     assert ("average total effect", effects["states"].total, 4) in summary_table(effects).rows
     comparison = severed_comparison([trace(seed) for seed in range(3)])
     assert severed_table(comparison).columns == ("layer", "intact", "MLP severed", "Attn severed")

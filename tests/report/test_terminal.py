@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,16 @@ from rich.console import Console
 from factscope.errors import BadRecord
 from factscope.records import EditRecord, TraceRecord
 from factscope.report import terminal
-from factscope.report.terminal import strongest_cells, trace_heatmap
+from factscope.report.terminal import (
+    knockout_lines,
+    lens_lines,
+    strongest_cells,
+    strongest_heads,
+    trace_heatmap,
+)
 
 from edit_records import CHECKS, ODD, odd, record
-from trace_records import ODD_TOKENS, trace
+from trace_records import KL, ODD_TOKENS, attention_trace, trace
 
 
 def printed(thing: Any, width: int = 80, color: Any = None) -> str:
@@ -53,6 +60,39 @@ def test_heatmap_with_colour_uses_coloured_blocks():
     text = printed(trace_heatmap(step(6)), color="truecolor")
     assert "48;2;63;0;125m" in text  # the darkest purple
     assert "@" not in text
+
+
+def test_heatmap_of_a_metric_that_effects_lower():
+    cells = ((2.0, 2.0),) * 5 + ((0.5, 2.5),)
+    record = trace(**KL, restored={"states": cells}, severed={}, gradients={})
+    lines = printed(trace_heatmap(record)).splitlines()
+    assert lines[5] == "    in @@  "
+    assert lines[-1] == (
+        "states: KL(clean ‖ run) 0.00 clean, 2.00 corrupted, down to 0.50 restored"
+    )
+    table = printed(strongest_cells(record, count=1))
+    assert re.search(r"in +│ +0 │ +0.50 │ +\+1.50 │ +75%", table)
+
+
+def test_strongest_heads_name_token_layer_and_head():
+    flat = ((0.1,) * 6,) * 6
+    strong = (*flat[1:], (0.1, 0.1, 0.5, 0.1, 0.1, 0.1))
+    text = printed(strongest_heads(trace(heads=(flat, strong)), count=1))
+    assert re.search(r"in +│ +2 │ +1 │ +50.0% │ +\+40.0%", text)
+
+
+def test_knockout_and_lens_in_a_few_lines():
+    record = attention_trace(knockout={"subject": (0.6, 0.15, 0.5), "last": (0.6, 0.6, 0.9)})
+    assert printed(knockout_lines(record)).splitlines() == [
+        "attention to subject tokens blocked: p(Seattle) 60.0% → 15.0% at layer 1",
+        "attention to last token blocked: p(Seattle) 60.0% → 90.0% at layer 2",
+    ]
+    top = [(((" x", 0.5),),) * 2, (((" Seattle", 0.9),),) * 3, (((" Rome", 0.9),),)]
+    rows = (sum(top, ()),) * 6
+    lens = {"clean": replace(record.lens["clean"], top=rows)}
+    assert printed(lens_lines(replace(record, lens=lens)), 120).strip() == (
+        "logit lens, clean run, last token: x from layer 0, Seattle from layer 2, Rome from layer 5"
+    )
 
 
 @pytest.mark.parametrize("width", [12, 40, 200])

@@ -51,6 +51,10 @@ NOTE = (
     "unedited model's."
 )
 FAILED_NOTE = "Cases whose edit failed are counted as failed and excluded from all means."
+BROKEN_NOTE = (
+    "Broken: cases whose edited model no longer predicts unrelated text, or neither object after "
+    "any prompt. Their scores count in the means."
+)
 
 
 def write_evaluation_report(
@@ -82,6 +86,7 @@ def write_evaluation_report(
             "cases": max(row.cases for row in group),
             "methods": len({row.method for row in edits}),
             "failed edits": sum(row.failed for row in edits),
+            "broken models": sum(row.broken for row in edits),
         }
         groups.append(
             {
@@ -164,11 +169,19 @@ def metrics_table(rows: Sequence[Summary]) -> Table:
         value = row.metrics.get(name, UNMEASURED)
         return Score(value, cell_mark(row, name, rows) if value.n and row.edited else None)
 
+    notes = [NOTE]
+    if any(row.failed for row in rows):
+        notes.append(FAILED_NOTE)
+    columns = ["editor", "cases", "failed"]
+    broken = any(row.broken for row in rows)  # the column is left out if no model is broken
+    if broken:
+        notes.append(BROKEN_NOTE)
+        columns.append("broken")
     return Table(
         group_title(rows),
-        ("editor", "cases", "failed", *arrows),
-        tuple((*_head(row), *(score(row, name) for name in names)) for row in rows),
-        note=f"{NOTE} {FAILED_NOTE}" if any(row.failed for row in rows) else NOTE,
+        (*columns, *arrows),
+        tuple((*_head(row, broken), *(score(row, name) for name in names)) for row in rows),
+        note=" ".join(notes),
         rules=_rules(rows),
     )
 
@@ -193,11 +206,14 @@ def all_metrics_table(rows: Iterable[Summary], *, include_published: bool = True
     groups = by_model_and_data(rows)
     rows = [r for g in groups for r in (with_published(g) if include_published else g)]
     names = [n for n in ("S", *METRICS, "drawdown") if any(n in row.metrics for row in rows)]
-    columns = ("model", "data", "method", "protocol", "phase", "source", "cases", "failed", *names)
+    columns = (
+        "model", "data", "method", "protocol", "phase", "source",
+        "cases", "failed", "broken", *names,
+    )  # fmt: skip
     cells = tuple(
         (
             row.model, row.data, row.method, row.protocol, row.phase,
-            "published" if row.published else "ours", *_head(row)[1:],
+            "published" if row.published else "ours", *_head(row, broken=True)[1:],
             *(row.metrics.get(name, UNMEASURED) for name in names),
         )
         for row in rows
@@ -225,8 +241,10 @@ def cell_mark(row: Summary, name: str, rows: Sequence[Summary]) -> Mark:
     return "best" if best else None
 
 
-def _head(row: Summary) -> tuple[Cell, ...]:
-    return row_name(row), row.cases, row.failed if row.edited and not row.published else None
+def _head(row: Summary, broken: bool = False) -> tuple[Cell, ...]:
+    counts = (row.failed, row.broken) if broken else (row.failed,)
+    ours = row.edited and not row.published
+    return row_name(row), row.cases, *(count if ours else None for count in counts)
 
 
 def _rules(rows: Sequence[Summary]) -> tuple[int, ...]:

@@ -20,8 +20,11 @@ from factscope.records import CaseRecord, ChangedWeight, PromptChange, TraceReco
 # ---- texts and tokens
 
 WHITESPACE = {"\n": "↵", "\r": "↵", "\t": "⇥"}
-UNPRINTABLE = ("Cc", "Cs", "Cn", "Co", "Zl", "Zp")
-"""Unicode categories: controls, surrogates, unassigned, private use, separators."""
+UNPRINTABLE = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+"""Unicode categories: controls, invisible formats such as U+202E (which reverses text), surrogates,
+unassigned, private use, separators."""
+JOINERS = "\u200c\u200d"
+"""Invisible too, but emoji and several scripts need them."""
 MAX_TOKEN = 24
 """Characters of a token's label."""
 
@@ -31,7 +34,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        WHITESPACE.get(c) or ("\ufffd" if unicodedata.category(c) in UNPRINTABLE else c)
+        WHITESPACE.get(c)
+        or (c if c in JOINERS or unicodedata.category(c) not in UNPRINTABLE else "\ufffd")
         for c in text
     )
 
@@ -79,6 +83,18 @@ class KindStyle:
     axis: str
     """Label of the layer axis; a format string of `window` and `model`."""
 
+    def axis_label(self, window: int | None, model: str) -> str:
+        """The label of the layer axis of cells with this window of layers."""
+        if window == 1 and self.name != "states":
+            return f"single restored {self.label} layer within {model}"
+        return self.axis.format(window=window or "the", model=model)
+
+    def intervention_label(self, window: int | None) -> str:
+        """What is restored, after "Average indirect effect of a"."""
+        if window == 1 and self.name != "states":
+            return f"single {self.label} layer"
+        return self.intervention.format(window=window or "the")
+
 
 KIND_STYLES = {
     "states": KindStyle(
@@ -110,6 +126,70 @@ KIND_STYLES = {
     ),
 }
 """The paper's colours and wording (Figures 1 to 3, App. B)."""
+
+LENS_COLORS, HEAD_COLORS = "Blues", "Oranges"
+"""Colormaps of the logit lens and of heads."""
+
+CELL_NAMES = {**{kind: style.name for kind, style in KIND_STYLES.items()}, "heads": "heads"}
+"""All kinds of cells, in lines and tables."""
+ATTRIBUTION_NAMES = {"atp": "AtP", "atp-star": "AtP*"}
+"""Methods of attribution patching."""
+
+GROUP_COLORS = {"subject": "#2ca02c", "relation": "#1f77b4", "last": "#d62728"}
+GROUP_NAMES = {"subject": "subject tokens", "relation": "relation tokens", "last": "last token"}
+"""Groups of tokens that attention knockout blocks."""
+
+METRIC_NAMES = {
+    "probability": "p(o)",
+    "log-probability": "log p(o)",
+    "logit-difference": "logit difference",
+    "kl": "KL divergence",
+    "rank": "rank",
+}
+"""Metrics in axis labels and tables of averages."""
+METRIC_LABELS = {
+    "probability": "p({answer})",
+    "log-probability": "log p({answer})",
+    "logit-difference": "logit({answer}) − logit({foil})",
+    "kl": "KL(clean ‖ run)",
+    "rank": "rank of {answer}",
+}
+
+
+def metric_label(record: TraceRecord) -> str:
+    """What the numbers of a trace are: "p(Paris)"."""
+    label = METRIC_LABELS.get(record.metric, record.metric)
+    foil = "the corrupted answer" if record.foil is None else display_token(record.foil)
+    return label.format(answer=display_token(record.answer), foil=foil)
+
+
+def metric_text(metric: str, value: float, *, sign: bool = False) -> str:
+    """A value of a metric: "70.2%", "2.31"; with `sign` a difference of two: "+2.31"."""
+    digits = "1%" if metric == "probability" else "1f" if metric == "rank" else "2f"
+    return format(value, f"{'+' if sign else ''}.{digits}")
+
+
+def restores(record: TraceRecord) -> bool:
+    """Whether clean cells are restored in the corrupted run, not the other way round."""
+    return record.direction != "corrupt"
+
+
+def cell_title(record: TraceRecord, label: str) -> str:
+    """Title of a heat map: "Impact of restoring state after corrupted input"."""
+    if restores(record):
+        return f"Impact of restoring {label} after corrupted input"
+    return f"Impact of corrupting {label} in the clean run"
+
+
+def replaced_by(record: TraceRecord) -> str | None:
+    """The subject whose tokens replace those of the fact's subject in the corrupted run."""
+    tokens = record.settings.get("corruption", {}).get("distribution") == "tokens"
+    return record.fact.replacement if tokens else None
+
+
+def attribution_method(record: TraceRecord) -> str:
+    """The name of the method that estimated the cells of a trace."""
+    return ATTRIBUTION_NAMES.get(str(record.settings.get("attribution")), "AtP")
 
 
 # ---- edits

@@ -23,7 +23,6 @@ from matplotlib.ticker import PercentFormatter
 
 from factscope.errors import BadSetting
 from factscope.io import write_atomic
-from factscope.report.labels import KIND_STYLES
 
 SMALL, MEDIUM = 7.5, 9.0
 """Font sizes."""
@@ -61,7 +60,7 @@ def draw_heatmap(
     cells: Float[np.ndarray, "rows layers"],
     row_labels: Sequence[str],
     *,
-    kind: str,
+    colormap: str,
     low: float,
     high: float,
     title: str,
@@ -70,16 +69,16 @@ def draw_heatmap(
 ) -> None:
     """Draw tokens or token roles from top to bottom and layers from left to right.
 
-    The colours are those of the kind of restoration, the lightest at `low`, the darkest at `high`.
-    Cells that are NaN were not measured.
+    The lightest colour is at `low`, the darkest at `high`, which may be below `low`. Cells that are
+    NaN were not measured.
     """
     rows, layers = cells.shape
     ax.set_facecolor(UNMEASURED)
     mesh = ax.pcolormesh(
         np.ma.masked_invalid(cells),
-        cmap=KIND_STYLES[kind].colormap,
-        vmin=low,
-        vmax=high,
+        cmap=colormap if low <= high else f"{colormap}_r",
+        vmin=min(low, high),
+        vmax=max(low, high),
         rasterized=cells.size > 4000,  # keeps vector files small
     )
     ax.invert_yaxis()
@@ -97,9 +96,10 @@ def draw_heatmap(
     bar.ax.set_ylabel(colorbar_label, fontsize=SMALL, **literal_text())
 
 
-def highest_cell(cells: Float[np.ndarray, "rows layers"], low: float) -> float:
-    """The highest measured cell, as the value of the darkest colour; a little above `low`."""
-    return float(np.max(cells, initial=low + 1e-3, where=~np.isnan(cells)))
+def strongest_cell(cells: Float[np.ndarray, "rows layers"], low: float, sign: int = 1) -> float:
+    """The measured cell that is farthest above `low` (below it, if `sign` is -1), as the value of
+    the darkest colour; at least a little away from `low`."""
+    return low + sign * float(np.max(sign * (cells - low), initial=1e-3, where=~np.isnan(cells)))
 
 
 # ---- axes

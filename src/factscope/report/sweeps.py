@@ -2,14 +2,20 @@
 
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from factscope.analysis.estimate import to_dict
+from factscope.analysis.localization import Localization
 from factscope.analysis.metrics import METRICS, Summary
 from factscope.analysis.sweep import Point, Sweep
 from factscope.errors import BadRecord
+from factscope.report.comparisons import layers_table, localization_table
 from factscope.report.evaluations import FAILED_NOTE, UNMEASURED
+from factscope.report.figures.comparisons import localization_figure
 from factscope.report.figures.evaluation import sweep_figure
 from factscope.report.html import embed_figure, render, table_files, write_files
 from factscope.report.labels import AXIS_NAMES, setting_name, sweep_title
@@ -23,8 +29,13 @@ NOTE = (
 )
 
 
-def write_sweep_report(sweep: Sweep, folder: Path) -> list[Path]:
-    """Write the report and return its files, the page first."""
+def write_sweep_report(
+    sweep: Sweep, folder: Path, relations: Sequence[Localization] = ()
+) -> list[Path]:
+    """Write the report and return its files, the page first.
+
+    `relations` are those of trace effects and edit success, if the facts were traced too.
+    """
     if not any(point.summary and point.summary.metrics for point in sweep.points):
         errors = [f"{point.name}: {point.error}" for point in sweep.points if point.error]
         reasons = f" ({'; '.join(errors[:3])})" if errors else ""
@@ -41,14 +52,29 @@ def write_sweep_report(sweep: Sweep, folder: Path) -> list[Path]:
         },
         figure=embed_figure(sweep_figure(sweep), f"Scores at each point: {title}"),
         table=table,
+        localization=relations
+        and {
+            "figure": embed_figure(
+                localization_figure(relations, sweep.model),
+                "Trace effect and edit success by layer",
+            ),
+            "table": localization_table(relations),
+        },
         settings=sweep.spec,
     )
-    files = [
+    files: list[tuple[str, str | Figure]] = [
         ("index.html", page),
         *table_files("table", table, full=all_points_table(sweep)),
         ("sweep.json", json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n"),
         ("sweep", sweep_figure(sweep)),
     ]
+    if relations:
+        files += [
+            ("localization", localization_figure(relations, sweep.model)),
+            *table_files(
+                "localization", localization_table(relations), full=layers_table(relations)
+            ),
+        ]
     return write_files(folder, files)
 
 
@@ -104,7 +130,7 @@ def sweep_to_dict(sweep: Sweep) -> dict[str, Any]:
     """The sweep as JSON values; unknown values are null."""
 
     def metrics(summary: Summary) -> dict[str, Any]:
-        values = {name: asdict(value) for name, value in summary.metrics.items()}
+        values = {name: to_dict(value) for name, value in summary.metrics.items()}
         for value in values.values():
             if math.isnan(value["half_width"]):
                 value["half_width"] = None

@@ -3,13 +3,15 @@
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from factscope.analysis.attention import AverageHeads, AverageKnockout
+from factscope.analysis.attribution import Agreement
 from factscope.analysis.effects import AverageEffects, SeveredComparison
 from factscope.analysis.estimate import Estimate
-from factscope.report.labels import KIND_STYLES
+from factscope.report.labels import CELL_NAMES, GROUP_NAMES, KIND_STYLES, METRIC_NAMES
 
 UNKNOWN = "–"
 
@@ -62,9 +64,11 @@ class Table:
 def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
     """The clean and corrupted runs, and the best scores reached by restoring a state (App. B)."""
     first = next(iter(effects.values()))
+    metric = METRIC_NAMES.get(first.metric, first.metric)
+    clean, corrupted = ("P[o]", "P*[o]") if first.metric == "probability" else (metric, metric)
     quantities = {
-        "clean run, P[o]": first.clean,
-        "corrupted run, P*[o]": first.corrupted,
+        f"clean run, {clean}": first.clean,
+        f"corrupted run, {corrupted}": first.corrupted,
         "average total effect": first.total,
     }
     for kind, average in effects.items():
@@ -76,16 +80,61 @@ def summary_table(effects: Mapping[str, AverageEffects]) -> Table:
 
 
 def effects_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = False) -> Table:
-    """The average indirect effect of each token role at every layer, or where it peaks."""
+    """The average indirect effect of each token role at every layer, or where it peaks; also as a
+    fraction of the average total effect."""
     rows = []
     for kind, average in effects.items():
+        total = average.total.mean if average.total.mean > 0 else math.nan
         for role in filter(average.measured, average.roles):
             peak = average.peak(role)[0]
             for layer in range(average.layers) if every_layer else [peak]:
                 effect = average.row(role)[layer]
-                rows.append((KIND_STYLES[kind].name, role, layer, effect, effect.n))
+                part = Estimate(effect.mean / total, effect.half_width / total, effect.n)
+                rows.append((KIND_STYLES[kind].name, role, layer, effect, part, effect.n))
     title = "Average effects" if every_layer else "Peak effects"
-    return Table(title, ("restored", "token", "layer", "AIE", "n"), tuple(rows))
+    first = next(iter(effects.values()))
+    changed = "corrupted" if first.direction == "corrupt" else "restored"
+    columns = (changed, "token", "layer", "AIE", "of total effect", "n")
+    unit = METRIC_NAMES.get(first.metric, first.metric)
+    note = "" if first.metric == "probability" else f"AIE: {unit}."
+    return Table(title, columns, tuple(rows), note)
+
+
+def lens_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = False) -> Table:
+    """The answer's mean probability by the logit lens at every layer, or where it is highest."""
+    rows = []
+    for run, average in effects.items():
+        for role in filter(average.measured, average.roles):
+            peak = average.peak(role)[0]
+            for layer in range(average.layers) if every_layer else [peak]:
+                p = average.row(role)[layer]
+                rows.append((run, role, layer, p, p.n))
+    title = "Logit lens" if every_layer else "Highest probabilities by the logit lens"
+    return Table(title, ("run", "token", "layer", "p(o)", "n"), tuple(rows))
+
+
+def heads_table(averages: Sequence[AverageHeads], count: int | None = None) -> Table:
+    """The average indirect effects of heads, the highest first; only `count` of each role."""
+    rows = tuple(
+        (average.role, layer, head, average[head, layer], average[head, layer].n)
+        for average in averages
+        for head, layer in average.strongest(average.mean.size if count is None else count)
+    )
+    title = "Heads" if count is None else "Strongest heads"
+    return Table(title, ("token", "layer", "head", "AIE", "n"), rows)
+
+
+def knockout_table(average: AverageKnockout, *, every_layer: bool = False) -> Table:
+    """The mean change by attention knockout at every layer, or where it is largest."""
+    rows = []
+    for group, row in average.changes.items():
+        largest = int(abs(row.mean).argmax())
+        for layer in range(len(row)) if every_layer else [largest]:
+            rows.append((GROUP_NAMES[group], layer, row[layer], row[layer].n))
+    relative = "relative " if average.metric == "probability" else ""
+    change = f"{relative}change of {METRIC_NAMES.get(average.metric, average.metric)}"
+    title = "Attention knockout" if every_layer else "Largest changes by attention knockout"
+    return Table(title, ("blocked", "layer", change, "n"), tuple(rows))
 
 
 def severed_table(comparison: SeveredComparison) -> Table:
@@ -98,6 +147,28 @@ def severed_table(comparison: SeveredComparison) -> Table:
     return Table("Severed graphs", ("layer", "intact", *names), rows)
 
 
+def attribution_table(agreements: Sequence[Agreement]) -> Table:
+    """How well estimates agree with measured cells, by kind and band of layers."""
+    rows = tuple(
+        (
+            CELL_NAMES[a.kind], f"{a.layers[0]}–{a.layers[1] - 1}", a.facts, a.cells, a.pearson,
+            a.spearman, a.top, a.missed, a.to_verify,
+        )
+        for a in agreements
+    )  # fmt: skip
+    columns = (
+        "cells", "layers", "facts", "cells per fact", "Pearson", "Spearman", "k",
+        "top k missed", "cells to verify",
+    )  # fmt: skip
+    note = (
+        "Means over facts with 95 % confidence intervals. Missed: the fraction of the k strongest "
+        "measured cells that are not among the k strongest estimates. To verify: how many cells, "
+        "strongest estimates first, must be measured to find all k. The estimate of a window of "
+        "layers is the sum over them, which counts paths from one layer through another twice."
+    )
+    return Table("Attribution patching against measured cells", columns, rows, note=note)
+
+
 # ---- cells
 
 
@@ -106,7 +177,7 @@ def cell_text(cell: Cell) -> str:
     if cell is None:
         return UNKNOWN
     if isinstance(cell, Estimate):
-        return cell.percent
+        return cell.text
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
@@ -185,6 +256,21 @@ def as_latex(table: Table) -> str:
 def escape_latex(text: str) -> str:
     """Escape characters that LaTeX reads as commands."""
     return "".join(LATEX_ESCAPES.get(character, character) for character in text)
+
+
+def as_rows(table: Table) -> list[dict[str, Any]]:
+    """The table as JSON values: an object per row; unknown numbers are null."""
+
+    def number(x: float | int) -> float | int | None:
+        return None if math.isnan(x) else x
+
+    def value(cell: Cell) -> Any:
+        cell = cell.value if isinstance(cell, Score) else cell
+        if isinstance(cell, Estimate):
+            return {"mean": number(cell.mean), "half_width": number(cell.half_width), "n": cell.n}
+        return number(cell) if isinstance(cell, float) else cell
+
+    return [dict(zip(table.columns, map(value, row), strict=True)) for row in table.rows]
 
 
 def as_csv(table: Table) -> str:

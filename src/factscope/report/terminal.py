@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,27 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from factscope.analysis.effects import baseline, cell_table
+from factscope.analysis.attention import head_effects, knockout_changes
+from factscope.analysis.attribution import compare_attribution, over_all_layers
+from factscope.analysis.effects import cell_table, effect_sign, indirect_effects, total_effect
 from factscope.records import ChangedWeight, EditRecord, Generation, TraceRecord
 from factscope.report.labels import (
+    CELL_NAMES,
+    GROUP_NAMES,
     KIND_STYLES,
     PROMPT_HEADINGS,
     RGB,
+    attribution_method,
     check_rows,
     display_token,
     flatten_settings,
     mean_change,
+    metric_label,
+    metric_text,
     old_object_label,
     percent,
     printable,
+    restores,
     setting_text,
     token_labels,
     weight_label,
@@ -38,6 +46,8 @@ RAMP = " .:-=+*#%@"
 """Shades from light to dark for terminals without colours."""
 MAX_LABEL = 16
 """Columns of a token's label."""
+MAX_LENS_RANGES = 3
+"""The last ranges of layers that the logit lens prints."""
 TICK_SPACING = 5
 """Every fifth column of the heat map is labelled with its layer."""
 
@@ -50,18 +60,86 @@ def trace_heatmap(record: TraceRecord, kind: str = "states") -> "TerminalHeatMap
 
 def strongest_cells(record: TraceRecord, kind: str = "states", count: int = 5) -> Table:
     """The cells with the highest indirect effects."""
-    table = Table(title=f"Strongest {KIND_STYLES[kind].name}", title_justify="left")
+    return _strongest(
+        record,
+        f"Strongest {KIND_STYLES[kind].name}",
+        ("token", "layer"),
+        cell_table(record, kind),
+        indirect_effects(record, kind),
+        count,
+    )
+
+
+def strongest_heads(record: TraceRecord, count: int = 5) -> Table:
+    """The heads with the highest indirect effects, by token and layer."""
+    cells = np.array(record.heads, dtype=float).transpose(1, 2, 0)  # (token, layer, head)
+    effects = head_effects(record).transpose(1, 2, 0)
+    return _strongest(record, "Strongest heads", ("token", "layer", "head"), cells, effects, count)
+
+
+def _strongest(
+    record: TraceRecord,
+    title: str,
+    axes: tuple[str, ...],
+    cells: np.ndarray,
+    effects: np.ndarray,
+    count: int,
+) -> Table:
+    """The cells with the highest effects; the first axis is the token."""
+    table = Table(title=title, title_justify="left")
     table.add_column("token")
-    for column in ("layer", f"p({display_token(record.answer)})", "indirect effect"):
+    columns = [*axes[1:], metric_label(record), "indirect effect"]
+    normalised = record.metric != "probability" and total_effect(record) > 0
+    for column in [*columns, "of total effect"] if normalised else columns:
         table.add_column(Text(column), justify="right")
-    labels, cells = token_labels(record), cell_table(record, kind)
-    order = np.argsort(-cells, axis=None, kind="stable")  # NaN is sorted to the end
-    for index in order[: min(count, np.count_nonzero(~np.isnan(cells)))]:
-        token, layer = divmod(int(index), cells.shape[1])
-        score = cells[token, layer]
-        effect = score - baseline(record, kind)
-        table.add_row(Text(labels[token]), str(layer), f"{score:.1%}", f"{effect:+.1%}")
+    labels = token_labels(record)
+    order = np.argsort(-effects, axis=None, kind="stable")  # NaN is sorted to the end
+    for index in order[: min(count, np.count_nonzero(~np.isnan(effects)))]:
+        token, *rest = (int(i) for i in np.unravel_index(index, effects.shape))
+        score, effect = float(cells.flat[index]), float(effects.flat[index])
+        texts = [
+            metric_text(record.metric, score),
+            metric_text(record.metric, effect, sign=True),
+        ]
+        if normalised:
+            texts.append(f"{effect / total_effect(record):.0%}")
+        table.add_row(Text(labels[token]), *map(str, rest), *texts)
     return table
+
+
+def knockout_lines(record: TraceRecord) -> Text:
+    """One line per group of tokens: at which layer blocking attention to it changes most."""
+    lines = []
+    for group, changes in knockout_changes(record).items():
+        layer = int(abs(changes).argmax())
+        value = metric_text(record.metric, record.knockout[group][layer])
+        lines.append(
+            f"attention to {GROUP_NAMES[group]} blocked: {metric_label(record)} "
+            f"{metric_text(record.metric, record.clean_value)} → {value} at layer {layer}"
+        )
+    return Text("\n".join(lines))
+
+
+def lens_lines(record: TraceRecord) -> Text:
+    """What the last token's states predict in each run, as ranges of layers."""
+    lines = []
+    for run, lens in record.lens.items():
+        best = [display_token(top[0][0]) for top in lens.top[-1]]
+        starts = [i for i, token in enumerate(best) if i == 0 or token != best[i - 1]]
+        parts = [f"{best[i]} from layer {i}" for i in starts[-MAX_LENS_RANGES:]]
+        lines.append(f"logit lens, {run} run, last token: {', '.join(parts)}")
+    return Text("\n".join(lines))
+
+
+def attribution_lines(record: TraceRecord) -> Text:
+    """One line per kind of cell: how well the estimates agree with the measured cells."""
+    agreements = over_all_layers(compare_attribution([replace(record, known=True)]))
+    lines = [
+        f"{attribution_method(record)} of {CELL_NAMES[a.kind]}: correlation {a.pearson.mean:.2f} "
+        f"with the measured cells, misses {a.missed.mean:.0%} of the strongest {a.top}"
+        for a in agreements
+    ]
+    return Text("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -72,8 +150,8 @@ class TerminalHeatMap:
     kind: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        style, labels = KIND_STYLES[self.kind], token_labels(self.record)
-        cells, low = cell_table(self.record, self.kind), baseline(self.record, self.kind)
+        record, style, labels = self.record, KIND_STYLES[self.kind], token_labels(self.record)
+        cells = indirect_effects(record, self.kind)
         tokens, layers = cells.shape
         margin = min(MAX_LABEL, max(map(cell_len, labels))) + 1
         per_column = -(-layers // max(1, options.max_width - margin))
@@ -83,9 +161,9 @@ class TerminalHeatMap:
         columns = padded.reshape(tokens, -1, per_column).max(axis=2)
         columns = np.where(np.isinf(columns), np.nan, columns)
         width = 2 if 2 * columns.shape[1] + margin <= options.max_width else 1
-        # 0 at the corrupted score or below, 1 at the highest cell.
-        high = np.max(columns, initial=low + 1e-3, where=~np.isnan(columns))
-        shades = np.clip((columns - low) / (high - low), 0, 1)
+        # 0 without an effect or with a negative one, 1 at the highest.
+        high = np.max(columns, initial=1e-3, where=~np.isnan(columns))
+        shades = np.clip(columns / high, 0, 1)
         colors = style.shades if console.color_system is not None else None
         for label, row in zip(labels, shades, strict=True):
             line = Text(align_right(label, margin - 1) + " ", no_wrap=True)
@@ -96,12 +174,15 @@ class TerminalHeatMap:
         for column in range(0, columns.shape[1], TICK_SPACING):
             axis = axis.ljust(column * width) + str(column * per_column)
         yield Text(" " * margin + axis, style="dim", no_wrap=True)
-        caption = (
-            f"{style.name}: p({display_token(self.record.answer)}) {self.record.clean:.1%} clean, "
-            f"{self.record.corrupted:.1%} corrupted"
+        clean, corrupted = (
+            metric_text(record.metric, x) for x in (record.clean_value, record.corrupted_value)
         )
+        caption = f"{style.name}: {metric_label(record)} {clean} clean, {corrupted} corrupted"
         if not np.isnan(cells).all():
-            caption += f", up to {np.nanmax(cells):.1%} restored"
+            sign = effect_sign(record)
+            best = metric_text(record.metric, record.base_value + sign * np.nanmax(cells))
+            changed = "restored" if restores(record) else "with a corrupted cell"
+            caption += f", {'up' if sign > 0 else 'down'} to {best} {changed}"
         yield Text(caption, style="dim")
 
 

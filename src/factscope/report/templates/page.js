@@ -1,23 +1,36 @@
-// Heat maps: display the token, layer and probability of the cell under the pointer or the arrow keys.
+// Heat maps: display the row, layer and numbers of the cell under the pointer or the arrow keys.
+const percent = (x) => (100 * x).toFixed(1) + " %";
+const signed = (x, format) => (x < 0 ? "−" : "+") + format(Math.abs(x));
+const clamp = (x, count) => Math.max(0, Math.min(count - 1, x));
+
 for (const heat of document.querySelectorAll(".heat")) {
-  const { tokens, scores, corrupted } = JSON.parse(heat.querySelector("script").textContent);
+  const data = JSON.parse(heat.querySelector("script").textContent);
   const cells = heat.querySelector(".cells");
   const output = heat.querySelector("output");
+  const select = heat.querySelector("select");
   const caption = output.textContent;
   const mark = cells.appendChild(document.createElement("div"));
-  const rows = scores.length, columns = scores[0].length;
-  let row = 0, column = 0;
+  const rows = data.rows.length, columns = data.views[0].scores[0].length;
+  const format = data.percent ? percent : (x) => x.toFixed(2);
+  let view = data.views[0], row = 0, column = 0;
   mark.className = "mark";
   mark.hidden = true;
 
-  const percent = (x) => (100 * x).toFixed(1) + " %";
+  function numbers() {
+    const score = view.scores[row][column];
+    if (score === null) return "not measured";
+    let text = `${data.label} = ${format(score)}`;
+    if (data.effect) {
+      const effect = data.effect.sign * (score - data.effect.base);
+      text += `, effect ${signed(effect, format)}`;
+      if (data.effect.total > 0) text += ` (${Math.round((100 * effect) / data.effect.total)} % of the total effect)`;
+    }
+    if (data.top) text += " · top: " + data.top[row][column].map(([token, p]) => `${token} ${percent(p)}`).join(", ");
+    return text;
+  }
 
   function show() {
-    const score = scores[row][column];
-    const effect = score === null ? 0 : score - corrupted;
-    const value = score === null ? "not measured"
-      : `p = ${percent(score)}, effect ${effect < 0 ? "−" : "+"}${percent(Math.abs(effect))}`;
-    output.textContent = `${tokens[row]} · layer ${column} · ${value}`;
+    output.textContent = `${data.rows[row]} · layer ${column} · ${numbers()}`;
     mark.hidden = false;
     mark.style.left = `${(100 * column) / columns}%`;
     mark.style.top = `${(100 * row) / rows}%`;
@@ -29,8 +42,6 @@ for (const heat of document.querySelectorAll(".heat")) {
     mark.hidden = true;
     output.textContent = caption;
   }
-
-  const clamp = (x, count) => Math.max(0, Math.min(count - 1, x));
 
   function point(event) {
     const box = cells.getBoundingClientRect();
@@ -54,4 +65,8 @@ for (const heat of document.querySelectorAll(".heat")) {
   cells.addEventListener("focus", show);
   cells.addEventListener("blur", hide);
   cells.addEventListener("keydown", press);
+  select?.addEventListener("change", () => {
+    view = data.views[select.value];
+    cells.querySelector("img").src = view.image;
+  });
 }
