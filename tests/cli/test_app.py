@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,7 +159,7 @@ def test_without_a_command_an_edit_is_written(run, words: tuple[str, ...]) -> No
         ("trace x --subject x --rng per_fact", "--rng is 'per_fact'; choose from per-fact, paper"),
         ("trace x --subject x --occurrence 2", "--occurrence is 2, but the subject 'x' occurs 1"),
         ("trace x --subject x --max-memory inf", "--max-memory is 'inf'; write a size"),
-        ("trace x --subject x --kinds none", "--kinds is none, and so is sever; choose from stat"),
+        ("trace x --subject x --kinds none", "--kinds is none, and nothing else is traced"),
         ("trace x --subject x --kinds=", "--kinds is ''; choose from states, mlp, attn"),
         ("trace x --subject x --model=", "--model is empty; give"),
         ("stats --layers none", "--layers is 'none'; write 5, 3-8 or 3,5,8"),
@@ -359,3 +360,19 @@ def test_a_warning_is_printed_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.stderr == "layer 1\nlayer 2\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_completion_expects_no_value_after_a_switch(run) -> None:
+    """After `--json` a command is completed; after `--model` its value would be."""
+    _, script, _ = run("completion", "bash")
+
+    def completed(*words: str) -> set[str]:
+        quoted = " ".join(f"'{word}'" for word in ("factscope", *words))
+        lines = (script, f"COMP_WORDS=({quoted})", f"COMP_CWORD={len(words)}", "_factscope")
+        shell = ["bash", "-c", "\n".join((*lines, 'echo "${COMPREPLY[@]}"'))]
+        return set(subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split())
+
+    assert completed("--json", "mod") == {"models"}
+    assert completed("--model", "trace", "mod") == {"models"}
+    assert "--no-check-model" in completed("trace", "--json", "--no-")

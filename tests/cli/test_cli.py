@@ -441,6 +441,31 @@ def test_find_known(
     }
 
 
+def test_find_known_writes_pairs_that_trace_uses(
+    factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capitals = {"Norway": "Oslo", "Oslo": "Rome", "Spain": "Madrid"}  # 4, 4 and 3 tokens
+    pairs, patterns = tmp_path / "facts.json", tmp_path / "patterns.json"
+    pairs.write_text(json.dumps({"P36": list(capitals.items())}))
+    patterns.write_text(json.dumps({"P36": ["The capital of [X] is [Y]."]}))
+    monkeypatch.setattr(
+        "factscope.tracing.trace.generate_greedy",
+        lambda lm, texts, tokens: [f" {capitals[text.split()[3]]}" for text in texts],
+    )
+    words = ("--facts", pairs, "--patterns", patterns, "--out", "known.jsonl", "-m", model)
+    result = factscope("data", "find-known", *words, "--pairs", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out) == {"facts": 3, "known": 3, "file": "known.jsonl", "pairs": 2}
+    lines = [json.loads(line) for line in (tmp_path / "known.jsonl").read_text().splitlines()]
+    found = {line["subject"]: line["replacement"] for line in lines}
+    assert found == {"Norway": "Oslo", "Oslo": "Norway"}
+    traced = factscope(
+        "trace", "--facts", "known.jsonl", "--distribution", "tokens", "--kinds", "states", "--out",
+        "run", "-m", model, "--json",
+    )  # fmt: skip
+    assert json.loads(traced.out)["facts"] == 2
+
+
 def test_known_facts_can_be_traced(trace: Run, tmp_path: Path) -> None:
     known = {"known_id": 0, "subject": "France", "prompt": "The capital of France is the city of",
              "prediction": " Paris", "relation_id": None}  # fmt: skip

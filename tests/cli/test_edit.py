@@ -31,7 +31,7 @@ from edit_records import record, scores
 CITY, TOWER = "The Eiffel Tower is located in the city of", "The Eiffel Tower"
 RIVER, NILE = "The Nile is located in", "The Nile"
 # At the last token, in small steps: what a random model can be taught without breaking it.
-QUICK = ("--prefix-lengths", "3x2", "--steps", 5, "--lr", 0.1, "--token", "last")
+QUICK = ("--prefix-lengths", "3x2", "--steps", 5, "--lr", 0.02, "--token", "last")
 EIFFEL = (CITY, "--subject", TOWER, "--to", "Rome")
 
 
@@ -310,7 +310,7 @@ def test_memit_takes_several_layers(edit: Run) -> None:
 def test_layer_auto_traces_the_fact(edit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def traced(lm: Any, fact: Fact) -> int:
+    def traced(lm: Any, fact: Fact, layers: Any) -> int:
         asked.append(fact)
         return 2
 
@@ -807,7 +807,7 @@ def test_the_seed_determines_the_samples(factscope: Run, model: Path) -> None:
 def test_the_demo_traces_edits_and_draws(
     factscope: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mild = Rome(token="last", prefix_lengths=((3, 2),), search=ValueSearch(steps=5, lr=0.1))
+    mild = Rome(token="last", prefix_lengths=((3, 2),), search=ValueSearch(steps=5, lr=0.02))
     monkeypatch.setitem(EDITORS["rome"], "default", mild)
     out = tmp_path / "pictures"
     result = factscope("demo", "-m", model, "--out", out, "--device", "cpu", "--json")

@@ -189,6 +189,22 @@ def test_missing_ray_is_noticed_before_the_model_is_loaded(
     assert not Path("a").exists()
 
 
+def test_a_run_of_broken_models_is_an_error(
+    run: Run, model: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "factscope.editing.checks._text_perplexities",
+        lambda lm, edits: [20.0 if edit is None else 900.0 for edit in edits],
+    )
+    words = ("evaluate", "--model", model, "--data", cases, "--limit", 2, *QUICK, "--out", "a")
+    done = run(*words)
+    assert done.code == 1
+    assert "broken: case 0: perplexity of unrelated text from 20 to 900" in done.err
+    assert "every edited model is broken (case 1:" in done.err
+    assert "| broken |" in done.out
+    assert run(*words, "--force").code == 0
+
+
 def test_broken_cases_are_skipped(run: Run, model: Path, tmp_path: Path) -> None:
     broken = [record(0), {"case_id": 1}, record(2)]
     (tmp_path / "cases.json").write_text(json.dumps(broken))

@@ -1,5 +1,6 @@
-"""factscope serve: packages that are not installed."""
+"""factscope serve: what is noticed before the model loads."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -28,3 +29,19 @@ def test_a_missing_package_is_noticed_before_the_model_loads(
         f"factscope: the page needs the package '{package}'; install it with "
         "`pip install 'factscope[serve]'`\n"
     )
+
+
+def test_a_taken_port_is_noticed_before_the_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> NoReturn:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("factscope.cli.flags.ModelOptions.load", load)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serve = runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
+        result = serve("serve", "--port", port)
+    assert (result.code, result.out) == (2, "")
+    assert f"cannot listen on 127.0.0.1:{port} (" in result.err
+    assert "choose another --host or --port" in result.err

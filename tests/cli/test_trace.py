@@ -84,6 +84,40 @@ def test_the_edited_model_is_traced(
     assert "edits" in other.err
 
 
+def test_a_fact_before_and_after_an_edit(trace: Run, factscope: Run, model: Path, tmp_path: Path):
+    edit = ("edit", CITY, "--subject", TOWER, "--to", "Rome", *EDIT, "-m", model)
+    assert factscope(*edit, "-o", "rome.edit").code == 0
+    result = trace(CITY, "--edit", "rome.edit", "--compare", "--out", "both.html")
+    assert result.code == 0, result.err
+    traces = json.loads(result.out)
+    assert traces["after"]["answer"].strip() == "Rome"
+    assert traces["old_after"]["answer"] == traces["before"]["answer"]
+    plain = json.loads(trace(CITY).out)
+    assert traces["before"]["restored"] == plain["restored"]
+    assert "After the edit" in (tmp_path / "both.html").read_text("utf-8")
+    text = factscope("trace", CITY, "--subject", TOWER, "--kinds", "states", "--samples", 2,
+                     "--edit", "rome.edit", "--compare", "-o", "both.png")  # fmt: skip
+    assert "After the edit, the new object" in text.out
+    assert (tmp_path / "both.png").is_file()
+    for words in (("--compare",), ("--compare", "-e", "rome.edit", "--answer", "Rome")):
+        refused = trace(CITY, *words)
+        assert (refused.code, refused.out) == (2, "")
+        assert "--compare" in refused.err
+
+
+def test_attribution_on_the_command_line(trace: Run, factscope: Run, model: Path, tmp_path: Path):
+    record = json.loads(trace(CITY, "--attribution", "atp-star", "--heads").out)
+    assert record["attribution"].keys() == record["restored"].keys()
+    assert len(record["head_attribution"]) == len(record["heads"])
+    text = factscope("trace", CITY, "--subject", TOWER, "--kinds", "states", "--samples", 2,
+                     "--attribution", "atp", "-m", model, "-o", "a.png")  # fmt: skip
+    assert "AtP of states: correlation" in text.out
+    assert (tmp_path / "a-attribution.png").is_file()
+    refused = trace(CITY, "--attribution", "atp", "--metric", "rank")
+    assert refused.code == 2
+    assert "gradient" in refused.err
+
+
 @pytest.mark.parametrize("prefixes", ["500x2", "64x1", "60x1"])
 def test_prefixes_longer_than_the_context_are_refused(
     factscope: Run, model: Path, prefixes: str
@@ -140,3 +174,85 @@ def test_chat_without_a_template_is_refused(factscope: Run, model: Path, command
     result = factscope(command, CITY, *words.get(command, ()), "--chat", "-m", model)
     assert (result.code, result.out) == (2, "")
     assert "has no chat template; leave --chat out" in result.err
+
+
+# ---- token replacement, metrics, heads, knockout and lens
+
+KREMLIN = ("trace", "The Kremlin is in", "--subject", "The Kremlin")
+
+
+def test_another_subject_and_every_table(factscope: Run, model: Path, tmp_path: Path) -> None:
+    words = ("--replace-with", "Big Ben", "--metric", "logit-difference", "--foil", "Rome",
+             "--heads", "--knockout", "--lens", "--direction", "corrupt", "-m", model)  # fmt: skip
+    result = factscope(*KREMLIN, *words, "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record["fact"]["replacement"] == "Big Ben"
+    assert len(record["corrupted_samples"]) == 1
+    assert (record["metric"], record["foil"].strip()) == ("logit-difference", "R")
+    assert record["settings"]["direction"] == "corrupt"
+    assert len(record["heads"]) > 1
+    assert {len(table) for table in record["heads"]} == {len(record["tokens"])}
+    assert set(record["knockout"]) == {"subject", "relation", "last"}
+    assert set(record["lens"]) == {"clean", "corrupted"}
+    shown = factscope(*KREMLIN, *words, "--out", "kremlin.png")
+    assert shown.code == 0, shown.err
+    for text in ("Big Ben in place of The Kremlin", "Strongest heads", "blocked", "logit lens"):
+        assert text in shown.out
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn == [f"kremlin{x}.png" for x in ("-heads", "-knockout", "-lens", "")]
+
+
+def test_a_single_table_is_drawn_under_the_requested_name(
+    factscope: Run, model: Path, tmp_path: Path
+) -> None:
+    words = ("--kinds", "none", "--lens", "--samples", 1, "-m", model, "--out", "lens.png")
+    assert factscope(*KREMLIN, *words).code == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["lens.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--replace-with", TOWER), "'The| K|re|m|lin| is| in' (5 subject tokens)"),
+        (("--replace-with", TOWER), "'The| E|i|f|f|el| T|ow|er| is| in' (9 subject tokens)"),
+        (("--replace-with", "The Kremlin"), "has the subject's tokens"),
+        (("--replace-with", "Big Ben", "--distribution", "gaussian"), "--distribution tokens"),
+        (("--replace-with", "Big Ben", "--extra-tokens", 1), "--extra-tokens is for noise"),
+        (("--distribution", "tokens"), "give a replacement (--replace-with)"),
+        (("--foil", "Rome"), "--foil goes with --metric logit-difference"),
+        (("--sever", "mlp", "--preset", "paper", "--freeze-at", "all"), "--sever-draws is two"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    factscope: Run, model: Path, words: tuple[object, ...], message: str
+) -> None:
+    result = factscope(*KREMLIN, *words, "--json", "-m", model)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_run_with_token_replacement_resumes(factscope: Run, model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"subject": subject, "prompt": "{} is in"} for subject in ("The Kremlin", "Big Ben", TOWER)
+    ]
+    rows.append({"subject": "Oslo", "prompt": "{} is in", "replacement": "Norway"})
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = ("trace", "--facts", "facts.jsonl", "--out", "run", "--distribution", "tokens",
+           "--metric", "kl", "--kinds", "states", "--heads", "--json", "-m", model)  # fmt: skip
+    first = factscope(*run)
+    assert first.code == 0, first.err
+    result = json.loads(first.out)
+    assert result["facts"] == 3
+    assert TOWER in result["left_out"][0]  # no other subject has as many tokens
+    path = tmp_path / "run" / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    pairs = {r["fact"]["subject"]: r["fact"]["replacement"] for r in map(json.loads, lines)}
+    assert pairs == {"The Kremlin": "Big Ben", "Big Ben": "The Kremlin", "Oslo": "Norway"}
+    path.write_text("".join(lines[:1]))
+    assert factscope(*run).code == 0
+    assert path.read_text().splitlines(keepends=True) == lines
+    one = factscope(*run, "--replace-with", "Big Ben")
+    assert (one.code, one.out) == (2, "")
+    assert "--replace-with is for one prompt" in one.err

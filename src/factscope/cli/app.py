@@ -14,6 +14,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, Unused
 
 from factscope import __version__
 from factscope.cli import (
+    calibrate,
     check,
     data,
     edit,
@@ -69,6 +70,10 @@ COMMANDS: dict[str, Command | Group] = {
     "generate": edit.generate,
     "evaluate": evaluate.evaluate,
     "sweep": evaluate.sweep,
+    "calibrate": Group(
+        "Measure good settings for a model, and keep them.",
+        calibrate.run, calibrate.use, calibrate.show, default="run",
+    ),
     "train": train.train,
     "stats": Group(
         "Second moments of the keys of a layer.",
@@ -109,14 +114,14 @@ def app_for(words: Sequence[str] | None) -> App:
     for i, (name, entry) in enumerate(COMMANDS.items()):
         named = words[:1] == [name]
         if isinstance(entry, Command):
-            function = _function(entry, words[1:], named or complete)
+            function = _function(entry, words[1:], chosen=named, complete=complete)
             app.command(function, name=name, sort_key=i)
             continue
         group = App(name=name, help=entry.help, sort_key=i)
         second = next(iter(words[1:]), None)
         for j, (word, command) in enumerate(entry.items()):
             chosen = named and (second == word or (second not in entry and word == entry.default))
-            function = _function(command, words[1:], chosen or complete)
+            function = _function(command, words[1:], chosen=chosen, complete=complete)
             group.command(function, name=word, sort_key=j)
             if word == entry.default:
                 group.default(function)
@@ -124,10 +129,10 @@ def app_for(words: Sequence[str] | None) -> App:
     return app
 
 
-def _function(command: Command, words: Sequence[str], chosen: bool):
+def _function(command: Command, words: Sequence[str], *, chosen: bool, complete: bool):
     """The function of a command; a stub with its help text if it is not the chosen one."""
-    if chosen:
-        return command.function(words)
+    if chosen or complete:
+        return command.function(words, for_completion=complete)
 
     def stub() -> None:
         raise AssertionError

@@ -3,7 +3,8 @@
 import gzip
 import json
 import random
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
@@ -24,12 +25,13 @@ from factscope.cli.output import (
     working,
 )
 from factscope.errors import BadFact, BadSetting
-from factscope.facts import Case
+from factscope.facts import Case, Fact
 from factscope.io import atomic_path, cache_folder, check_output_file, write_atomic
 from factscope.settings import Flag, Seed
 
 if TYPE_CHECKING:
     from factscope.extras.counterfact_builder import FindSubjects
+    from factscope.lm.model import LM
 
 # ---- models
 
@@ -199,6 +201,10 @@ class KnownOptions(Options):
     """Seed of the draw."""
     max_new_tokens: Annotated[int, Ge(1)] = 10
     """Tokens to generate."""
+    pairs: bool = False
+    """Give each fact a replacement for traces with token replacement: the subject of another known
+    fact of the same relation, with as many tokens and another object. Facts without one are left
+    out."""
     model: ModelOptions = field(default_factory=ModelOptions)
 
 
@@ -221,20 +227,39 @@ def find_known(options: KnownOptions) -> None:
     with working("predicting", len(facts)) as done:
         tokens = options.max_new_tokens
         known = list(find_known(lm, facts, max_new_tokens=tokens, progress=done))
+    without = 0
+    if options.pairs:
+        paired = _with_replacements(lm, known)
+        known, without = paired, len(known) - len(paired)
     lines = [
         {
             "known_id": i, "subject": fact.subject, "attribute": fact.target, "prompt": fact.text,
             "prediction": prediction, "relation_id": fact.relation,
+            **({"replacement": fact.replacement} if options.pairs else {}),
         }
         for i, (fact, prediction) in enumerate(known)
     ]  # fmt: skip
-    out = options.out
+    out, next_step = options.out, f"factscope trace --facts {options.out} --out RUN"
     write_atomic(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    options.print_result(
-        {"facts": len(facts), "known": len(known), "file": out},
-        f"{len(known)} of {len(facts)} facts are known to {options.model.model}: {out}",
-        f"Next: factscope trace --facts {out} --out RUN",
-    )
+    result: dict[str, Any] = {"facts": len(facts), "known": len(known) + without, "file": out}
+    written = f"{result['known']} of {len(facts)} facts are known to {options.model.model}: {out}"
+    if options.pairs:
+        result["pairs"] = len(known)
+        written = f"{written}, {len(known)} with a replacement"
+        next_step += " --distribution tokens"
+    options.print_result(result, written, f"Next: {next_step}")
+
+
+def _with_replacements(lm: "LM", known: Sequence[tuple[Fact, str]]) -> list[tuple[Fact, str]]:
+    """The facts for which another one has a subject that can replace theirs."""
+    from factscope.tracing.corruption import with_replacement
+
+    facts = [fact for fact, _ in known]
+    paired = []
+    for fact, prediction in known:
+        with suppress(BadFact):
+            paired.append((with_replacement(lm, fact, facts), prediction))
+    return paired
 
 
 # ---- building CounterFact

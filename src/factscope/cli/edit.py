@@ -200,7 +200,7 @@ def write(options: WriteOptions) -> None:
         fact, more = missed[0], f" (and {len(missed) - 1} more)" if missed[1:] else ""
         raise EditDidNotTake(
             f"--require: {fact.target!r} is not the most likely object after {fact.text!r}{more}; "
-            f"nothing was saved. Try {_advice(edit.method)}"
+            f"nothing was saved. Try {advice(edit.method)}"
         )
 
 
@@ -279,6 +279,7 @@ def _unpredicted(lm: "LM", cases: list[Case]) -> tuple[list[Case], list[str]]:
 def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool = False) -> "Edit":
     """The edit that writes all the cases; refused if it fails the checks, unless forced."""
     facts = [case.request for case in cases]
+    note_defaults(lm, editor)
     editor = with_statistics(lm, editor, facts)
     what = repr(facts[0].text) if len(facts) == 1 else f"{len(facts)} facts"
     with working(f"editing {what}") as done:
@@ -287,6 +288,24 @@ def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool 
     assert edit.checks is not None
     _complain(edit.checks.complaints())
     return edit
+
+
+def note_defaults(lm: "LM", editor: Any) -> None:
+    """Say so if the editor uses defaults that were not measured on this model."""
+    from factscope.editing.calibration import CALIBRATED
+    from factscope.editing.defaults import has_own_defaults, rome_defaults
+
+    values = {**vars(editor), **vars(getattr(editor, "search", editor))}
+    names = CALIBRATED.get(editor.method, ())
+    if all(values[name] not in (None, "default") for name in names[:2]) or has_own_defaults(lm):
+        return
+    row = rome_defaults(lm)
+    used = f" (layer {row.layer}, clamp {row.clamp:g})" if editor.method == "rome" else ""
+    note(
+        f"{lm.name} has no published settings: cautious defaults are used{used}. Measure better "
+        f"ones once: factscope calibrate --model {lm.name}",
+        style="yellow",
+    )
 
 
 def _checked(lm: "LM", edit: "Edit", *, force: bool) -> "Edit":
@@ -364,12 +383,13 @@ def warn(records: Sequence[EditRecord]) -> None:
         if after.old is not None and after.new <= after.old and prompt.new != prompt.old:
             note(
                 f"{record.fact.text!r}: {prompt.old!r} is still more likely than {prompt.new!r}; "
-                f"try {_advice(record.method)}",
+                f"try {advice(record.method)}",
                 style="yellow",
             )
 
 
-def _advice(method: str) -> str:
+def advice(method: str) -> str:
+    """Settings to try if an edit fails."""
     return ADVICE.get(method, "another --layer, more --steps") + " or another --method"
 
 

@@ -1,20 +1,20 @@
 """factscope evaluate and sweep: an editor on many cases, into a run folder."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from factscope.cli.edit import MethodOptions
+from factscope.cli.edit import MethodOptions, advice, note_defaults
 from factscope.cli.flags import Command
 from factscope.cli.output import doing, note, print_json, say, skipped, working
 from factscope.cli.report import print_sweep
 from factscope.cli.stats import each_with_statistics, with_statistics
 from factscope.editing.settings import EDITORS, HypernetEditor, Memit
-from factscope.errors import BadSetting, FactscopeError
+from factscope.errors import BadSetting, FactscopeError, UnsafeEdit
 from factscope.evaluation.settings import ScoringOptions
 from factscope.io import check_output_folder
 from factscope.settings import Flag, settings_of
@@ -116,18 +116,27 @@ def _row_name(editor: "Editor", preset: str) -> str:
     return editor.method if same else f"{editor.method}, {preset}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommandOptions(EvaluateOptions):
+    """Options."""
+
+    force: bool = False
+    """Exit with code 0 even if every edited model is broken."""
+
+
 @Command
-def evaluate(options: EvaluateOptions) -> None:
+def evaluate(options: EvaluateCommandOptions) -> None:
     """Edit and score many cases: the metrics of the paper, into a run folder."""
+    from factscope.analysis.estimate import to_dict
     from factscope.analysis.metrics import summarize
-    from factscope.report.evaluations import evaluation_tables
-    from factscope.report.tables import as_markdown
 
     run = options.evaluation()
     file = run.read()
     skipped(file.problems)
     lm = options.load()
-    run = replace(run, editor=with_statistics(lm, run.editor, [case.fact for case in file.cases]))
+    facts = [case.request for case in file.cases]
+    note_defaults(lm, run.editor)
+    run = replace(run, editor=with_statistics(lm, run.editor, facts))
     resolved = replace(run, editor=run.editor.resolve(lm))
     folder = run.create_or_open(lm, options.out)
     with (
@@ -137,15 +146,26 @@ def evaluate(options: EvaluateOptions) -> None:
         resolved.run(lm, folder, file.cases, executor=executor, progress=done)
     records = folder.case_records()
     summaries, problems = summarize(records), list(file.problems)
+    broken = [record for record in records if record.broken]
     if options.json:
-        rows = [asdict(row) for row in summaries]
+        rows = [to_dict(row) for row in summaries]
         print_json({"run": options.out, "left_out": problems, "summaries": rows})
-        return
-    for record in [record for record in records if record.failed][:5]:
-        note(f"failed: case {record.fact.id}: {record.error}")
-    for table in evaluation_tables(summaries, include_published=False):
-        say(as_markdown(table))
-    say(f"Next: factscope report {options.out}")
+    else:
+        from factscope.report.evaluations import evaluation_tables
+        from factscope.report.tables import as_markdown
+
+        for record in [record for record in records if record.failed][:5]:
+            note(f"failed: case {record.fact.id}: {record.error}")
+        for record in broken[:5]:
+            note(f"broken: case {record.fact.id}: {record.broken}", style="bold red")
+        for table in evaluation_tables(summaries, include_published=False):
+            say(as_markdown(table))
+        say(f"Next: factscope report {options.out}")
+    if any(row.broken == row.cases for row in summaries if row.edited) and not options.force:
+        raise UnsafeEdit(
+            f"every edited model is broken (case {broken[-1].fact.id}: {broken[-1].broken}); the "
+            f"scores are in {options.out}. Try {advice(run.editor.method)} (--force accepts it)"
+        )
 
 
 # ---- sweep
@@ -213,6 +233,7 @@ def sweep(options: SweepOptions) -> None:
     file = base.read()
     skipped(file.problems)
     lm = options.load()
+    facts = [case.request for case in file.cases]
     run = SweepRun(base=base, grid=grid)
     folder = run.create_or_open(lm, options.out)
     # The method can change: FT with a limit is FT+L, and FT+L without one is FT.
@@ -220,7 +241,7 @@ def sweep(options: SweepOptions) -> None:
         replace(base, editor=editor, method=_row_name(editor, options.preset))
         if not isinstance(editor, FactscopeError)
         else editor
-        for editor in each_with_statistics(lm, editors, [case.fact for case in file.cases])
+        for editor in each_with_statistics(lm, editors, facts)
     ]
     points = [
         SweepPoint(settings=point, run=own) for point, own in zip(settings, runs, strict=True)

@@ -72,6 +72,8 @@ class ModelOptions:
     """auto spreads the model over several GPUs, as accelerate does."""
     dtype: Dtype = "float32"
     """Number format of the weights; auto for that of the file."""
+    check_model: bool = True
+    """Check that the tokenizer and the entry of the model's family fit the model."""
 
     def load(self, device: str | None = None) -> "LM":
         """The model, with a spinner while it loads."""
@@ -81,7 +83,13 @@ class ModelOptions:
             raise BadSetting("--model is empty; give a short name, a hub id, a folder or a file")
         device, placement = device or self.device, self.device_map
         with doing(f"loading {self.model}"):
-            return load(self.model, device=device, dtype=self.dtype, device_map=placement)
+            return load(
+                self.model,
+                device=device,
+                dtype=self.dtype,
+                device_map=placement,
+                check=self.check_model,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +178,9 @@ class Command:
         """The message for flags that the command does not have."""
         return self.kind.explain(names, base) or unknown_flag(names[0], settings_of(base))
 
-    def function(self, words: Sequence[str]) -> Callable[..., None]:
+    def function(
+        self, words: Sequence[str], *, for_completion: bool = False
+    ) -> Callable[..., None]:
         """What cyclopts calls: a function with a parameter for each flag."""
         # These values must be read before the other flags of the command are known.
         chosen: dict[str, str] = {}
@@ -186,7 +196,9 @@ class Command:
         order = sorted(known, key=lambda name: not known[name].flag.positional)
         panels = dict.fromkeys(s.group for s in known.values())
         groups = {panel: Group(panel, sort_key=i) for i, panel in enumerate(panels)}
-        parameters = [_parameter(name, known[name], groups) for name in order]
+        parameters = [
+            _parameter(name, known[name], groups, for_completion=for_completion) for name in order
+        ]
         signature = inspect.Signature(parameters)
 
         def command(*values: Any, **given: Any) -> None:
@@ -204,7 +216,9 @@ class Command:
         return command
 
 
-def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Parameter:
+def _parameter(
+    name: str, s: Setting, groups: Mapping[str, Group], *, for_completion: bool
+) -> inspect.Parameter:
     """A flag as a function parameter for cyclopts."""
     # Once pydantic is imported, cyclopts validates converted values against the annotation with
     # it: so the converter returns exactly what is annotated, words except for choices.
@@ -232,7 +246,9 @@ def _parameter(name: str, s: Setting, groups: Mapping[str, Group]) -> inspect.Pa
         details["group"] = groups[s.group]
         details["metavar"] = None if s.switch else metavar(s)
         details["name"] = [f"--{s.name}", *([f"-{s.flag.short}"] if s.flag.short else [])]
-    annotation = kind if s.required else kind | None
+    # None means that the flag is not given. Completion scripts expect a value after a switch that
+    # can be None.
+    annotation = kind if s.required or (s.switch and for_completion) else kind | None
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_ONLY if s.flag.positional else inspect.Parameter.KEYWORD_ONLY,

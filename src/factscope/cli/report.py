@@ -1,7 +1,7 @@
 """factscope report: figures, tables and a page from the records of runs."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,13 +24,16 @@ class ReportOptions(Options):
     """Options."""
 
     runs: Annotated[tuple[Path, ...], Flag(positional=True)]
-    """Run folders, written by `factscope trace`, `evaluate`, `sweep` or `train`."""
+    """Run folders, written by `factscope trace`, `evaluate`, `sweep`, `calibrate` or `train`."""
     out: Annotated[Path | None, Flag(short="o")] = None
     """Folder to write to; RUN/report if not given."""
     preset: Literal["default", "paper"] = "default"
     """Traces: paper pools tokens as the paper's notebook does."""
     cases: str | None = None
     """Evaluations: ids of the cases whose texts to show, e.g. 3,17."""
+    traces: Path | None = None
+    """Sweep over layers: run folder of traces of the same facts. Compares the trace effect with the
+    edit success at each layer."""
 
 
 @Command
@@ -38,12 +41,14 @@ def report(options: ReportOptions) -> None:
     """Draw figures and write tables and a page. Needs no model.
 
     One run of traces gives average effects, one or more evaluations give the paper's table, a sweep
-    gives the scores of its points, a training run gives its losses.
+    gives the scores of its points, a calibration its trials, a training run its losses.
     """
     folders = [RunFolder.open(run) for run in dict.fromkeys(options.runs)]
     commands = {folder.command for folder in folders}
     paper = options.preset == "paper"
     check_output_folder(options.out or folders[0].path / "report")
+    if options.traces is not None and commands != {"sweep"}:
+        raise BadSetting("--traces goes with one sweep over layers; leave it out for other runs")
     if commands == {"evaluate"}:
         if paper:
             raise BadSetting("--preset is about traces; leave it out for evaluations")
@@ -56,6 +61,9 @@ def report(options: ReportOptions) -> None:
             f"these are {given}"
         )
     [folder], [command] = folders, commands
+    if command == "calibrate":
+        _calibration(folder, options)
+        return
     if command == "trace":
         if options.cases is not None:
             raise BadSetting("--cases is about evaluations; leave it out for traces")
@@ -65,7 +73,7 @@ def report(options: ReportOptions) -> None:
         what = "sweep" if command == "sweep" else "training"
         raise BadSetting(f"--cases and --preset do not apply to a {what}; leave them out")
     if command == "sweep":
-        print_sweep(folder, options.out, options.json)
+        print_sweep(folder, options.out, options.json, options.traces)
     else:
         _training(folder, options)
 
@@ -73,8 +81,8 @@ def report(options: ReportOptions) -> None:
 def _traces(run: RunFolder, options: ReportOptions) -> None:
     """Report the average effects of one run."""
     from factscope.analysis.effects import average_kinds
-    from factscope.report.tables import summary_table
-    from factscope.report.traces import write_trace_report
+    from factscope.report.tables import as_rows, summary_table
+    from factscope.report.traces import run_sections, write_trace_report
 
     paper = options.preset == "paper"
     averaging: Any = {"pooling": "tokens" if paper else "facts", "paper_roles": paper}
@@ -86,7 +94,12 @@ def _traces(run: RunFolder, options: ReportOptions) -> None:
         files = write_trace_report(records, folder, title=title, **averaging)
     effects = average_kinds(records, **averaging)
     summary = {kind: _effect_values(average) for kind, average in effects.items()}
-    _print({"files": files, "summary": summary}, options.json, [summary_table(effects)])
+    sections = list(run_sections(records))
+    values = {"files": files, "summary": summary}
+    values |= {section.name: as_rows(section.full) for section in sections}
+    tables = [summary_table(effects)] if effects else []
+    tables += [table for section in sections for table in section.tables]
+    _print(values, options.json, tables)
 
 
 def _effect_values(effects: "AverageEffects") -> dict[str, Any]:
@@ -105,6 +118,7 @@ def _effect_values(effects: "AverageEffects") -> dict[str, Any]:
 
 def _evaluations(runs: list[RunFolder], options: ReportOptions) -> None:
     """Report all runs in the paper's table."""
+    from factscope.analysis.estimate import to_dict
     from factscope.analysis.metrics import merge_runs, summarize
     from factscope.report.evaluations import (
         collect_samples,
@@ -125,21 +139,51 @@ def _evaluations(runs: list[RunFolder], options: ReportOptions) -> None:
     with doing("drawing"):
         summaries = summarize(records)
         files = write_evaluation_report(records, folder, title, cases=chosen, rows=summaries)
-    values = {"files": files, "summaries": [asdict(summary) for summary in summaries]}
+    values = {"files": files, "summaries": [to_dict(summary) for summary in summaries]}
     samples = collect_samples(records, chosen) if chosen else ()
     _print(values, options.json, evaluation_tables(summaries), map(samples_text, samples))
 
 
-def print_sweep(run: RunFolder, out: Path | None, json: bool) -> None:
-    """Write the report of a sweep, and print its table."""
+def print_sweep(run: RunFolder, out: Path | None, json: bool, traces: Path | None = None) -> None:
+    """Write the report of a sweep, and print its table; with traces, their relation too."""
+    from factscope.analysis.localization import localizations
+    from factscope.report.comparisons import localization_table, localization_to_dict
     from factscope.report.sweeps import sweep_table, sweep_to_dict, write_sweep_report
-    from factscope.runs.sweep import read_sweep
+    from factscope.runs.sweep import read_sweep, records_by_layer
 
-    sweep = read_sweep(run.path)
+    sweep, relations = read_sweep(run.path), []
+    if traces is not None:
+        folder = RunFolder.open(traces)
+        if folder.command != "trace":
+            raise BadSetting(f"--traces is {traces}, a run of {folder.command}; give one of trace")
+        relations = localizations(folder.trace_records(), records_by_layer(run.path))
     with doing("drawing"):
-        files = write_sweep_report(sweep, out or run.path / "report")
+        files = write_sweep_report(sweep, out or run.path / "report", relations)
     values = {"sweep": run.path, "files": files, **sweep_to_dict(sweep)}
-    _print(values, json, [sweep_table(sweep)])
+    tables = [sweep_table(sweep)]
+    if relations:
+        values["localization"] = localization_to_dict(relations)
+        tables.append(localization_table(relations))
+    _print(values, json, tables)
+
+
+def _calibration(run: RunFolder, options: ReportOptions) -> None:
+    """Report the trials and the result of a calibration."""
+    from factscope.editing.calibration import load_calibration
+    from factscope.report.calibrations import (
+        calibration_table,
+        trials_table,
+        write_calibration_report,
+    )
+
+    calibration = load_calibration(run.path / "calibration.json")
+    with doing("drawing"):
+        files = write_calibration_report(calibration, options.out or run.path / "report")
+    values = {
+        "calibration": run.path, "files": files, "settings": calibration.settings,
+        "evidence": calibration.evidence,
+    }  # fmt: skip
+    _print(values, options.json, [calibration_table(calibration), trials_table(calibration)])
 
 
 def _training(run: RunFolder, options: ReportOptions) -> None:

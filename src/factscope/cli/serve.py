@@ -44,7 +44,7 @@ class ServeOptions(Options):
 def serve(options: ServeOptions) -> None:
     """Open a page to trace, edit and compare, for several people at once."""
     try:
-        from factscope.serve.app import run
+        from factscope.serve.app import listen, run
     except ModuleNotFoundError as error:
         raise BadSetting(
             f"the page needs the package {error.name!r}; install it with "
@@ -54,6 +54,7 @@ def serve(options: ServeOptions) -> None:
 
     if options.runs is not None and not options.runs.is_dir():
         raise BadSetting(f"--runs is {str(options.runs)!r}; give a folder of runs")
+    listen(options.host, options.port).close()  # an address that is taken fails before loading
     lm = options.model.load()
     state = ServerState(lm=lm, runs=options.runs, limits=options.limits)
     # The page itself warns of a missing C; a client that disconnects is not an error.

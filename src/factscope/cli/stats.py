@@ -1,13 +1,16 @@
 """factscope stats: second moments of the keys of a layer, which ROME and MEMIT need."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from factscope.cli.flags import Command, ModelOptions, Options
-from factscope.cli.output import check_suffix, doing, note, say, working
-from factscope.errors import BadSetting, FactscopeError
+from factscope.cli.output import check_suffix, note, say, working
+from factscope.errors import BadSetting, FactscopeError, FolderInUse
 from factscope.io import check_output_file, check_output_folder, locked, resumable_write
 from factscope.settings import Flag
 from factscope.stats.settings import StatsSettings
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from factscope.lm.model import LM
     from factscope.stats.second_moment import SecondMoment
 
+POLL_INTERVAL = 0.5
+"""Seconds between attempts to lock a file that another process writes."""
 TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension of a key, C is hardly an estimate."""
 
@@ -29,7 +34,8 @@ class CollectOptions(Options):
     layers: Annotated[tuple[int, ...], Flag(short="l")]
     """Layers, e.g. 5, 3-8 or 3,5,8. Repeatable."""
     text: Path | None = None
-    """Text file, also .gz; a blank line separates articles."""
+    """Text file, also .gz; a blank line separates articles. By default the data set wikipedia if
+    it is in the folder FACTSCOPE_DATA, or else text that the model generates."""
     hf_dataset: str | None = None
     """Hugging Face data set, as NAME,CONFIG:SPLIT#COLUMN; needs the package datasets."""
     out: Annotated[Path | None, Flag(short="o")] = None
@@ -75,13 +81,13 @@ def collect(options: CollectOptions) -> None:
     """Collect the second moments of layers. The word "collect" can be left out."""
     options.check()
     settings, lm = options.settings, options.model.load()
-    if options.text is None and options.hf_dataset is None:
-        note(
-            f"No --text and no --hf-dataset: {lm.name} generates the text itself, which is less "
-            "varied than human text."
-        )
+    text = options.text
+    if text is None and options.hf_dataset is None:
+        text = _default_text()
+        no_text = f"{lm.name} generates the text itself, which is less varied than human text"
+        note(f"No --text and no --hf-dataset: {no_text if text is None else f'text is {text}'}.")
     paths = options.paths(lm)
-    moments = _collect(lm, options.layers, settings, paths, options.text, options.hf_dataset)
+    moments = _collect(lm, options.layers, settings, paths, text, options.hf_dataset)
     if moments[0].tokens < settings.tokens // settings.n_shards and settings.convergence is None:
         note(f"The text has only {moments[0].tokens:,} tokens.")
     enough = TOKENS_PER_DIMENSION * moments[0].width
@@ -144,6 +150,14 @@ def merge(options: MergeOptions) -> None:
     _print([options.out], [merged], options)
 
 
+def _default_text() -> Path | None:
+    """The data set wikipedia, if it is on this machine: human text gives a better C."""
+    from factscope.data.registry import find_local
+
+    found = find_local("wikipedia")
+    return None if found is None else found.path
+
+
 def _collect(
     lm: "LM", layers: Sequence[int], settings: StatsSettings, paths: Sequence[Path],
     text: Path | None = None, dataset: str | None = None,
@@ -159,7 +173,7 @@ def _collect(
     sequences, corpus = open_text(lm, settings, text, dataset)
     partial = paths[0].with_name(paths[0].name + ".partial")
     files = dict(zip(layers, paths, strict=True))
-    with locked(paths[0].parent, paths[0].name):
+    with _wait_for_lock(paths[0]):
         moments: dict[int, SecondMoment] = {}
         if not partial.is_file():  # it has the sums of all layers
             found = {n: find_collected(files[n], lm, n, settings, corpus) for n in layers}
@@ -185,6 +199,24 @@ def _collect(
     return [moments[layer] for layer in layers]
 
 
+@contextmanager
+def _wait_for_lock(path: Path) -> Iterator[None]:
+    """Lock a file; wait while another process collects into it, maybe the same statistics."""
+    with ExitStack() as stack:
+        for attempt in count():
+            try:
+                stack.enter_context(locked(path.parent, path.name))
+                break
+            except FolderInUse as error:
+                if not attempt:
+                    owner = str(error).partition(";")[0]
+                    note(
+                        f"{owner}, which collects statistics. Waiting until it ends (Ctrl-C stops)."
+                    )
+                time.sleep(POLL_INTERVAL)
+        yield
+
+
 def _print(
     paths: Sequence[Path], moments: "Sequence[SecondMoment]",
     options: CollectOptions | ShowOptions | MergeOptions,
@@ -198,8 +230,8 @@ def _print(
         histories = {moment.layer: moment.convergence_history for moment in moments}
         save_figure(convergence_figure(histories, moments[0].model), figure)
     names = (
-        "layer", "model", "fingerprint", "width", "tokens", "corpus", "split_half_difference",
-        "convergence_history",
+        "layer", "model", "fingerprint", "width", "tokens", "corpus", "generated",
+        "split_half_difference", "convergence_history",
     )  # fmt: skip
     values, lines = [], []
     for path, x in zip(paths, moments, strict=True):
@@ -210,6 +242,7 @@ def _print(
             f"{path}\n  layer {x.layer} of {x.model}, {x.width:,} wide, {x.tokens:,} tokens, "
             f"split-half difference {halves}\n  {x.corpus}"
         )
+        lines += [f"  {note}" for note in x.quality()]
     options.print_result(values, *lines)
 
 
@@ -227,46 +260,70 @@ def each_with_statistics(
     lm: "LM", editors: "Sequence[Editor]", facts: "Sequence[Fact]"
 ) -> "list[Editor | FactscopeError]":
     """The same for several editors, or an error each; one pass collects all that is missing."""
-    from factscope.stats.second_moment import cached_path, find_second_moment
-
     resolved: list[Editor | FactscopeError] = []
-    traced: dict[Any, int] = {}
     layers: set[int] = set()
     for editor in editors:
         if getattr(editor, "second_moment", None) == "find":
             try:
-                editor, needed = _with_layers(lm, editor, facts, traced)
+                editor, needed = _with_layers(lm, editor, facts)
                 layers |= set(needed)
             except BadSetting as error:
                 resolved.append(error)
                 continue
         resolved.append(editor)
-    missing = [layer for layer in sorted(layers) if find_second_moment(lm, layer) is None]
-    if missing:
-        listed = ",".join(map(str, missing))
-        tokens = TOKENS_PER_DIMENSION * lm.mlp_weight(missing[0]).shape[1]
-        note(
-            f"There are no statistics of layer {listed} of {lm.name} yet. They are collected now, "
-            f"once, from {tokens:,} tokens that the model generates, and cached. Human text is "
-            f"better: factscope stats --model {lm.name} --layers {listed} --text FILE",
-            style="yellow",
-        )
-        paths = [cached_path(lm, layer) for layer in missing]
-        _collect(lm, missing, StatsSettings(tokens=tokens), paths)
+    collect_statistics(lm, sorted(layers))
     return resolved
 
 
-def _with_layers(
-    lm: "LM", editor: Any, facts: "Sequence[Fact]", traced: dict[Any, int]
-) -> "tuple[Editor, Sequence[int]]":
-    """The editor with its layers resolved, and the layers; `traced` caches them."""
-    from factscope.editing.defaults import check_layer, memit_defaults, resolve_layer
+def collect_statistics(lm: "LM", layers: Sequence[int], text: Path | None = None) -> None:
+    """Collect the missing statistics of layers into the cache, in one pass; from a given text
+    those of all the layers, unless they are of this text already."""
+    from factscope.stats.second_moment import cached_path, find_second_moment
+
+    missing = list(layers)
+    if text is None:
+        found = {layer: find_second_moment(lm, layer) for layer in layers}
+        missing = [layer for layer, moment in found.items() if moment is None]
+        for layer, moment in found.items():
+            if moment is not None and moment.generated:
+                note(f"Statistics of layer {layer} of {lm.name}: {moment.quality()[-1]}.")
+    if not missing:
+        return
+    listed = ",".join(map(str, missing))
+    tokens = TOKENS_PER_DIMENSION * lm.mlp_weight(missing[0]).shape[1]
+    if text is not None:
+        tokens = max(tokens, StatsSettings().tokens)
+    else:
+        text = _default_text()
+        source = (
+            "that the model generates, and cached. Human text is better: "
+            f"factscope stats --model {lm.name} --layers {listed} --text FILE"
+        )
+        note(
+            f"There are no statistics of layer {listed} of {lm.name} yet. They are collected now, "
+            f"once, from {tokens:,} tokens {source if text is None else f'of {text}, and cached.'}",
+            style="yellow",
+        )
+    paths = [cached_path(lm, layer) for layer in missing]
+    _collect(lm, missing, StatsSettings(tokens=tokens), paths, text)
+
+
+def _with_layers(lm: "LM", editor: Any, facts: "Sequence[Fact]") -> "tuple[Editor, Sequence[int]]":
+    """The editor with its layers resolved, and the layers that need statistics.
+
+    Layer "auto" stays: each edit has its own. Its layers are traced here, before other work.
+    """
+    from factscope.editing.defaults import check_layer, memit_defaults, resolve_layer, traced_layers
 
     if hasattr(editor, "layers"):
         layers = tuple(check_layer(lm, n) for n in editor.layers or memit_defaults(lm).layers)
         return replace(editor, layers=layers), layers
-    if editor.layer not in traced:
-        with doing("finding the layer"):
-            traced[editor.layer] = resolve_layer(lm, editor.layer, facts)
-    layer = traced[editor.layer]
+    if editor.layer == "auto":
+        with working("finding layers: facts", len(facts)) as done:
+            traced = []
+            for fact in facts:
+                traced += traced_layers(lm, [fact])
+                done(1 / len(facts))
+        return editor, sorted({layer for layer in traced if isinstance(layer, int)})
+    layer = resolve_layer(lm, editor.layer, facts)
     return replace(editor, layer=layer), [layer]
