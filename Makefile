@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+AXE := build/axe/package/axe.min.js
+AXE_SHA256 := 20c09fe157a8a34a30e241aaa1fcdade657734f08ab379ecfbeb7d45cc46e878
 
 .PHONY: demo test check browser docs commands code-map test-gpu test-lowest setup clean
 
@@ -37,9 +39,16 @@ check: $(READY)  ## style and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-browser:  ## Chromium, which the tests of pages need; Debian's, if there is none yet
+browser: $(AXE)  ## Chromium, which the tests of pages need (Debian's, if there is none yet), and axe-core
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -qq \
 	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver; }
+
+$(AXE):  # axe-core checks the page's accessibility
+	@command -v npm >/dev/null || { apt-get update -qq \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends npm; }
+	mkdir -p build/axe && cd build/axe && npm pack --silent axe-core@4.14.0 | xargs tar xzf
+	echo "$(AXE_SHA256)  $(AXE)" | sha256sum --check --quiet || { rm -f $(AXE); exit 1; }
+	touch $(AXE)
 
 docs: $(READY)  ## the documentation as pages, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

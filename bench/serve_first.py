@@ -1,8 +1,8 @@
-"""Time until the page gets the first cells of a trace: default model, prompt of ten tokens.
+"""Time until the page gets the cells of a trace: default model, prompt of ten tokens.
 
     python bench/serve_first.py [--threads 2] [--times 3]
 
-The server runs in a separate process; loading the model is not timed.
+The server runs in a separate process; its start (the model, the examples) is not timed.
 """
 
 import argparse
@@ -10,27 +10,43 @@ import json
 import os
 import statistics
 import time
+from typing import Any
 
 import httpx
 
 from serve_process import server
 
 PROMPT = {"prompt": "The Eiffel Tower is located in the city of", "subject": "The Eiffel Tower"}
+MILESTONES = ("first cells", "subject rows of all maps", "all cells")
 
 
-def first_cell(address: str, seed: int) -> tuple[float, float]:
-    """Seconds to the first cells and to the first complete heat map of a trace."""
+def milestones(address: str, seed: int) -> dict[str, float]:
+    """Seconds until each of `MILESTONES`; the maps are first computed with one noise sample."""
     body = {**PROMPT, "settings": {"samples": 10, "seed": seed}}
-    start, first, rows = time.perf_counter(), None, 0
+    start = time.perf_counter()
+    times: dict[str, float] = {}
+    missing: set[tuple[str, int]] = set()
+    subject: set[tuple[str, int]] = set()
+
+    def reach(name: str) -> None:
+        times.setdefault(name, time.perf_counter() - start)
+
     with httpx.stream("POST", f"{address}/api/traces", json=body, timeout=600) as response:
         for line in response.iter_lines():
-            event = json.loads(line)
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == "baseline":
+                kinds = ("states", "mlp", "attn")
+                missing = {(kind, i) for kind in kinds for i in range(len(event["labels"]))}
+                subject = {(kind, i) for kind in kinds for i in range(*event["subject"])}
             if event["event"] == "cells":
-                first = first or time.perf_counter() - start
-                rows += event["kind"] == "states"
-                if rows == 10:
-                    return first, time.perf_counter() - start
-    raise RuntimeError("the trace ended without a complete heat map")
+                reach("first cells")
+                missing -= {(event["kind"], token) for token in event["tokens"]}
+                if not missing & subject:
+                    reach("subject rows of all maps")
+                if not missing:
+                    reach("all cells")
+                    break  # further noise samples only refine them
+    return times
 
 
 def main() -> None:
@@ -40,9 +56,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args()
     with server("--model", args.model, "--device", "cpu", threads=args.threads) as (address, _):
-        found = [first_cell(address, seed) for seed in range(args.times)]
-    first, complete = (statistics.median(times) for times in zip(*found, strict=True))
-    print(f"first cells after {first:.2f} s, heat map of states after {complete:.2f} s (1 sample)")
+        httpx.get(f"{address}/api/examples", timeout=600)
+        found = [milestones(address, seed) for seed in range(args.times)]
+    for name in MILESTONES:
+        print(f"{name}: {statistics.median(times[name] for times in found):.2f} s")
     print(f"(median of {args.times} requests, the first included; {args.threads} threads)")
 
 

@@ -1,15 +1,18 @@
 """Load test: many clients at once. Counts responses and errors; memory must not grow.
 
-    python bench/serve_load.py [--clients 50] [--seconds 60] [--model smollm2-135m] [--json]
-                               [--at-most SECONDS]
+    python bench/serve_load.py [--clients 50] [--idle 300] [--seconds 60] [--model smollm2-135m]
+                               [--json] [--at-most SECONDS]
 
 Each client performs random actions one after another: open the page, trace, disconnect during a
-trace, edit, predict, send an invalid request. The server runs in a separate process. With
---at-most, the test continues until every kind of response was seen, or until that time.
+trace, edit, predict, send an invalid request. Idle connections of the same address are open
+meanwhile, and opened again if the server closes them; half of them send a part of a request. The
+server runs in a separate process. With --at-most, the test continues until every kind of response
+was seen, or until that time.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -35,6 +38,7 @@ class Tally:
     responses: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    idle: int = 0  # connections opened by `stay_idle`
 
     def add(self, action: str, status: int, *expected: int) -> None:
         if status == BUSY:
@@ -118,7 +122,28 @@ class Client:
                 self.tally.errors.append(f"{action}: {last['error']['message']}")
 
 
-async def load_test(address: str, pid: int, count: int, seconds: float, at_most: float) -> dict:
+async def stay_idle(address: str, tally: Tally, number: int) -> None:
+    """Hold a connection open until cancelled, again and again."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    await asyncio.sleep(0.01 * number)
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError as error:
+            tally.errors.append(f"idle connection: {error}")
+            continue
+        tally.idle += 1
+        with contextlib.suppress(ConnectionError):  # the server closes it
+            if number % 2:
+                writer.write(b"GET /api/queue HTTP/1.1\r\n")
+            await reader.read()
+        writer.close()
+        await asyncio.sleep(1)
+
+
+async def load_test(
+    address: str, pid: int, count: int, idle: int, seconds: float, at_most: float
+) -> dict:
     tally = Tally()
     # verify=False: reading the certificates for each client takes longer than the requests.
     clients = [httpx.AsyncClient(base_url=address, timeout=600, verify=False) for _ in range(count)]
@@ -127,6 +152,7 @@ async def load_test(address: str, pid: int, count: int, seconds: float, at_most:
     start = time.monotonic()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(Client(c, tally, i).run()) for i, c in enumerate(clients)]
+        tasks += [group.create_task(stay_idle(address, tally, i)) for i in range(idle)]
         while (passed := time.monotonic() - start) < seconds or (
             passed < at_most and KINDS - tally.responses.keys()
         ):
@@ -140,6 +166,8 @@ async def load_test(address: str, pid: int, count: int, seconds: float, at_most:
     half = len(memory) // 2
     return {
         "clients": count,
+        "idle_connections": idle,
+        "idle_connections_opened": tally.idle,
         "seconds": round(passed, 1),
         "responses": dict(tally.responses),
         "errors": len(tally.errors),
@@ -157,13 +185,16 @@ async def load_test(address: str, pid: int, count: int, seconds: float, at_most:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--idle", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--at-most", type=float, default=0)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with server("--model", args.model, "--device", "cpu") as (address, pid):
-        found = asyncio.run(load_test(address, pid, args.clients, args.seconds, args.at_most))
+        found = asyncio.run(
+            load_test(address, pid, args.clients, args.idle, args.seconds, args.at_most)
+        )
     if args.json:
         print(json.dumps(found))
         return

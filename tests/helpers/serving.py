@@ -11,7 +11,7 @@ import uvicorn
 
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
-from factscope.serve.app import create_app
+from factscope.serve.app import create_app, server_config
 from factscope.serve.limits import ServerLimits
 from factscope.serve.sessions import ServerState
 
@@ -35,8 +35,7 @@ def running_server(
 ) -> Iterator[tuple[str, ServerState]]:
     """Address and state of a server that runs inside the block."""
     state = ServerState(lm=lm, runs=runs, limits=limits)
-    config = uvicorn.Config(create_app(state), log_level="warning", ws="none")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(create_app(state)))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

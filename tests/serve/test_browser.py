@@ -1,164 +1,33 @@
 """The page in Chromium at the widths of a desktop and a phone; screenshots in build/screenshots."""
 
-import os
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
 
-from factscope.serve.limits import ServerLimits
+from factscope import Fact, trace
+from factscope.analysis.effects import strongest_subject_cell
+from factscope.report.labels import display_token
+from factscope.serve.schemas import default_tracing
 from factscope.serve.sessions import ServerState
+from factscope.tracing.stream import CellUpdate
 
-from browser import browser
-from served_records import endless_traces, write_evaluation
-from serving import CITY, TOWER, running_server, serving_lm
-
-ROOT = Path(__file__).parents[2]
-SCREENSHOTS = Path(os.environ.get("FACTSCOPE_SCREENSCREENSHOTS", ROOT / "build" / "screenshots"))
-WIDTHS = {"desktop": 1280, "phone": 390}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_evaluation(folder / "rome", "rome", 0.1)
-    write_evaluation(folder / "ft", "ft", 2.0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(runs: Path) -> Iterator[tuple[str, ServerState]]:
-    with running_server(serving_lm(), runs=runs, limits=ServerLimits(max_new_tokens=8)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    with browser(tmp_path_factory.mktemp("downloads")) as driver:
-        yield driver
-
-
-class Page:
-    """The page and what a user does with it."""
-
-    def __init__(self, browser: webdriver.Chrome, address: str, width: str) -> None:
-        self.browser, self.address, self.width = browser, address, width
-        browser.delete_all_cookies()
-        browser.get("about:blank")
-        self._resize(900)
-        self.dark(False)
-        self.open("")
-
-    def _resize(self, height: int) -> None:
-        size = {"width": WIDTHS[self.width], "height": height, "deviceScaleFactor": 1}
-        size["mobile"] = self.width == "phone"
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def dark(self, on: bool) -> None:
-        feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-    def open(self, hash: str) -> None:
-        self.browser.get("about:blank")
-        self.browser.get(f"{self.address}/{hash}")
-        self.until(lambda: self.js("document.body.dataset.ready === 'yes'"))
-
-    def js(self, expression: str, *values: Any) -> Any:
-        return self.browser.execute_script(f"return {expression}", *values)
-
-    def find(self, selector: str) -> WebElement:
-        return self.browser.find_element(By.CSS_SELECTOR, selector)
-
-    def all(self, selector: str) -> list[WebElement]:
-        return self.browser.find_elements(By.CSS_SELECTOR, selector)
-
-    def text(self, selector: str) -> str:
-        return self.js("document.querySelector(arguments[0]).textContent", selector)
-
-    def texts(self, selector: str) -> list[str]:
-        every = "[...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
-        return self.js(every, selector)
-
-    def until(self, condition: Callable[[], Any], seconds: float = 120) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.find("body").text
-            time.sleep(0.05)
-
-    def click(self, selector: str) -> None:
-        element = self.find(selector)
-        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
-        element.click()
-
-    def screenshot(self, name: str) -> None:
-        """Save the page in light and dark mode; it must not scroll horizontally."""
-        assert self.js("document.documentElement.scrollWidth") <= WIDTHS[self.width]
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        for mode in ("light", "dark"):
-            self.dark(mode == "dark")
-            self._resize(min(4000, self.js("document.documentElement.scrollHeight")))
-            self.browser.save_screenshot(str(SCREENSHOTS / f"{name}-{self.width}-{mode}.png"))
-        self.dark(False)
-        self._resize(900)
-
-    def write_prompt(self, text: str, subject: str) -> None:
-        """With the keyboard: type the prompt, then select the subject with Shift and arrows."""
-        area = self.find("#prompt")
-        area.send_keys(Keys.CONTROL, "a")
-        area.send_keys(text)
-        area.send_keys(Keys.CONTROL, Keys.HOME)
-        keys = ActionChains(self.browser)
-        for _ in range(text.index(subject)):
-            keys.send_keys(Keys.ARROW_RIGHT)
-        keys.key_down(Keys.SHIFT)
-        for _ in subject:
-            keys.send_keys(Keys.ARROW_RIGHT)
-        keys.key_up(Keys.SHIFT).perform()
-        self.until(lambda: self.text("#subject .subject") == subject)
-
-    def trace(self) -> None:
-        self.click("#trace-form .go")
-        self.until(lambda: self.all("#trace-files a"))
-
-    def edit(self, target: str) -> None:
-        before = len(self.all("#edits li"))
-        field = self.find("#edit-form [name=target]")
-        field.clear()
-        field.send_keys(target)
-        self.click("#edit-form .go")
-        self.until(lambda: len(self.all("#edits li")) == before + 1)
-        self.until(self.updated)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no job is running."""
-        return self.js("[...document.querySelectorAll('.status')].every((s) => s.hidden)")
-
-    def updated(self) -> bool:
-        """Whether no job is running and every edit shows its probabilities."""
-        return self.idle and all("→" in row for row in self.texts("#edits small"))
-
-
-@pytest.fixture(params=WIDTHS)
-def page(
-    request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, ServerState]
-) -> Iterator[Page]:
-    yield Page(chrome, server[0], request.param)
-    severe = [e["message"] for e in chrome.get_log("browser") if e["level"] == "SEVERE"]
-    assert severe == []
+from served_page import Page
+from served_records import endless_traces
+from serving import CITY, TOWER
 
 
 def probabilities(page: Page, number: int) -> tuple[float, float]:
     """P(new) of an edit's fact, unedited and with the selected edits."""
     before, after = page.texts("#edits small")[number].rpartition(") ")[2].split(" → ")
-    return float(before.strip(" %<")), float(after.strip(" %<"))
+    return float(before.strip("\u00a0%<")), float(after.strip("\u00a0%<"))
 
 
 def test_trace(page: Page) -> None:
@@ -178,13 +47,162 @@ def test_trace(page: Page) -> None:
     page.click("#sever")
     page.until(lambda: page.all("#severed .curve.attn"))
     page.click("#integrate")
-    page.until(
-        lambda: page.js(
-            "/layer/.test(document.querySelector('#gradients output')?.textContent ?? '')"
-        )
-    )
+    page.until(lambda: "layer" in "".join(page.texts("#gradients output")))
     page.until(lambda: page.idle)
+    top = page.text("#gradients .scale span:last-child")
+    assert top.startswith("≥ ")  # the highest value does not set the scale
+    assert float(top[2:]) < float(page.text("#gradients output").rpartition(": ")[2])
     page.screenshot("trace")
+
+
+def scale_ends(page: Page) -> list[tuple[str, str]]:
+    """First and last label of the color scale of each restored map."""
+    ends = page.texts("#heatmaps .scale span:not(:first-child)")
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def highest(page: Page) -> list[str]:
+    """The highest value of each restored map."""
+    return [text.rpartition(": ")[2] for text in page.texts("#heatmaps output")]
+
+
+def test_maps_have_one_scale_or_one_each(page: Page) -> None:
+    clean, corrupted = page.texts("#baseline dd")[1:3]
+    values = [float(text.strip("\u00a0%")) for text in (clean, *highest(page))]
+    top = f"{max(values):.1f}\u00a0%"
+    assert scale_ends(page) == [(corrupted, top)] * 3
+    page.click("#shared-scale")
+    assert scale_ends(page) == [(corrupted, value) for value in highest(page)]
+    names = page.texts("#heatmaps .axis-name")
+    window = "layer in the middle of the window"
+    assert names == ["token", "layer", "token", window, "token", window]
+
+
+def test_the_logit_lens_shows_what_each_state_predicts(
+    page: Page, server: tuple[str, ServerState]
+) -> None:
+    fact, lm = Fact(subject=TOWER, prompt="{} is located in the city of"), server[1].lm
+    settings = replace(default_tracing(server[1].limits), lens=True)
+    record = trace(lm, fact, settings)
+    page.until(lambda: page.all("#lens .cells") and page.idle)
+    for run in ("clean", "corrupted"):
+        Select(page.find("#lens-run")).select_by_value(run)
+        expected = [[cell[0][0] for cell in row] for row in record.lens[run].top]
+        words = page.texts("#lens .words span")
+        assert words == [display_token(word) for row in expected for word in row]
+        cells = page.find("#lens .cells")
+        cells.send_keys(Keys.ARROW_DOWN)  # the last token, layer 0
+        top = record.lens[run].top[-1][0]
+        shown = [text.rpartition(" ")[0] for text in page.texts("#lens .likely li")]
+        assert shown == [display_token(token) for token, _ in top]
+        assert f"{100 * (record.lens[run].answer[-1][0] or 0):.1f}" in page.text("#lens output")
+        page.js("document.activeElement.blur()")
+    assert page.find("#lens .words").is_displayed()
+
+
+def test_another_subject_and_answer(page: Page) -> None:
+    page.write_prompt(CITY, TOWER)
+    page.js("document.querySelector('#trace-form details').open = true")
+    assert not page.find("#replacement").is_displayed()
+    Select(page.find("[name=distribution]")).select_by_value("tokens")
+    page.find("#replacement").send_keys("The Eiffel Tiger")
+    page.find("#answer").send_keys("Rome")
+    page.click("#trace-form .go")
+    page.until(lambda: page.traced() or page.all("#trace-status.failed"))
+    assert "tokens" in page.text("#trace-status")  # the lengths differ: an error that says so
+    page.find("#replacement").clear()
+    page.find("#replacement").send_keys("The Eiffel Towel")
+    page.trace()
+    assert "“The Eiffel Towel” takes the place of the subject" in page.text("#corruption")
+    assert page.text("#baseline dd") == "Rome"
+    link = page.js("location.hash")
+    page.open(link)
+    page.until(page.traced)
+    assert page.find("#answer").get_attribute("value") == "Rome"
+    assert page.find("#replacement").get_attribute("value") == "The Eiffel Towel"
+
+
+def test_a_half_filled_map_has_the_scale_of_a_full_one(
+    page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = server[1].first_trace
+    assert record is not None
+    finish = threading.Event()
+
+    def halted(*args: Any, progress: Any, **more: Any) -> Iterator[Any]:
+        yield replace(record, clean=0.9, corrupted=0.1, restored={})
+        values = ((0.2,) * server[1].lm.n_layers,)
+        yield CellUpdate("restored", "mlp", (1,), tuple(range(server[1].lm.n_layers)), values, 1)
+        while not finish.wait(0.01):
+            progress(0.0)
+        yield record
+
+    monkeypatch.setattr("factscope.serve.routes_trace.stream_trace", halted)
+    page.set("seed", str(len(page.width)))  # a trace that is not in the cache
+    page.click("#trace-form .go")
+    try:
+        page.until(lambda: "20.0\u00a0%" in page.texts("#heatmaps output")[1])
+        page.click("#shared-scale")  # no effect on maps that are not complete
+        assert scale_ends(page) == [("10.0\u00a0%", "90.0\u00a0%")] * 3
+    finally:
+        finish.set()
+    page.until(page.traced)
+
+
+def test_high_values_stand_out_in_both_themes(page: Page) -> None:
+    script = """const done = arguments[0]; import('/static/heatmap.js').then(({ HeatMap }) => {
+        const colors = [[252, 251, 253], [158, 154, 200], [63, 0, 125]];
+        const map = new HeatMap({ title: '', colors, labels: ['a'], layers: 2, format: String });
+        document.body.append(map.node);
+        map.updateAll([[0, 1]]);
+        const { data } = map.canvas.getContext('2d').getImageData(0, 0, 2, 1);
+        const paper = getComputedStyle(map.node).backgroundColor.match(/\\d+/g).map(Number);
+        done([[...data.slice(0, 3)], [...data.slice(4, 7)], paper]); })"""
+    for dark in (False, True):
+        page.dark(dark)
+        low, high, paper = page.browser.execute_async_script(script)
+        assert sum(abs(a - b) for a, b in zip(low, paper, strict=True)) < 50
+        assert sum(abs(a - b) for a, b in zip(high, paper, strict=True)) > 400
+    words = set(page.text("main").lower().split())
+    assert not words & {"dark", "darker", "bright", "brighter", "lighter"}
+
+
+def test_a_doubtful_trace_is_called_so(page: Page) -> None:
+    page.write_prompt(CITY, TOWER)
+    page.set("noise", "0")
+    page.trace()
+    assert page.find("#warnings").is_displayed()
+    assert "nothing is corrupted, so there is no effect" in page.text("#warnings")
+
+
+@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+def test_the_time_left_does_not_count_the_time_in_the_queue(page: Page) -> None:
+    script = """const done = arguments[0]; import('/static/job.js').then(({ Clock }) => {
+        let now = 0; const clock = new Clock(() => now), read = [];
+        now = 100; clock.start();
+        now = 110; clock.advance(0.5); read.push(clock.text);
+        now = 114; read.push(clock.text);
+        now = 130; read.push(clock.text); done(read); })"""
+    assert page.browser.execute_async_script(script) == [
+        "50 %, about 10 s left",
+        "50 %, about 6 s left",
+        "50 %, takes longer than expected",
+    ]
+
+
+def test_invisible_characters_are_shown(page: Page) -> None:
+    fact = {"prompt": "The \u202etower\u200b is in", "subject": "\u202etower\u200b"}
+    page.open("#/trace/" + quote(json.dumps(fact)))
+    page.trace()
+    page.until(lambda: "\ufffdtower\ufffd" in "".join(page.texts("#tokens button")))
+    page.click("nav [data-view=edit]")
+    page.click("#layers button:nth-child(2)")
+    page.edit("Ro\u202eme")
+    for text in (page.text("#caption"), page.text("#edits"), page.text("#edit-details")):
+        assert "\ufffdtower\ufffd" in text
+    assert "Ro\ufffdme" in page.text("#edits")
+    hidden = "[...document.querySelectorAll('main *')].some((e) => /[\\u202e\\u200b]/.test("
+    assert not page.js(f"{hidden}[e.title, e.ariaLabel, e.alt].join()))")
 
 
 def test_hovering_shows_the_value_of_a_cell(page: Page) -> None:
@@ -224,20 +242,189 @@ def test_edits_can_be_switched_off(page: Page) -> None:
     page.until(lambda: probabilities(page, 0)[1] > probabilities(page, 0)[0])
 
 
+def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None:
+    page.open("#/edit")
+    page.click("#layers button:nth-child(2)")
+    page.js("document.querySelector('#edit-form details:last-of-type').open = true")
+    page.click("#suggest")
+    page.until(lambda: page.js("document.querySelector('[name=generations]').value"))
+    neighbours = page.js("document.querySelector('[name=neighbours]').value").splitlines()
+    generations = page.js("document.querySelector('[name=generations]').value").splitlines()
+    assert len(neighbours) > 2
+    assert len(generations) > 1
+    page.edit("Rome")
+    verdicts = {"took", "did not take", "damaged others"}
+    assert page.text(".verdict") in {f"The edit {verdict}." for verdict in verdicts}
+    assert page.text("#edits .tag") in page.text(".verdict")
+    changed = len(page.all(".dumbbell .tag.bad"))
+    assert page.texts("#edit-details dd")[-1] == f"{changed} of {len(neighbours)}"
+    assert page.texts("#edit-details .opening") == [f"{text} …" for text in generations]
+    page.click("#retrace-button")
+    page.until(lambda: len(page.all("#retrace .heats")) == 2)
+    titles = page.texts("#retrace h3:not(.heat h3)")
+    assert [title.partition(":")[0] for title in titles] == ["Unedited model", "With this edit"]
+    page.until(lambda: page.idle)
+    page.screenshot("judged")
+
+
+def test_memit_edits_a_range_of_layers(page: Page) -> None:
+    page.open("#/edit")
+    Select(page.find("[name=method]")).select_by_value("memit")
+    assert not page.find("#layers").is_displayed()
+    for name, layer in {"first-layer": "0", "last-layer": "1"}.items():
+        page.find(f"[name={name}]").clear()
+        page.find(f"[name={name}]").send_keys(layer)
+    assert "spread" in page.text("#method-help")
+    assert "No second moment C was collected for layer 0, 1" in page.text("#layer-notes")
+    page.edit("Rome")
+    assert len(page.texts("#edit-details details p.soft")) == 2  # changed weights
+    page.open(page.js("location.hash"))
+    assert page.find("[name=last-layer]").get_attribute("value") == "1"
+
+
 def test_a_link_restores_a_trace(page: Page) -> None:
     page.write_prompt(CITY, "Eiffel Tower")
-    field = page.find("[name=samples]")
-    field.clear()
-    field.send_keys("2")
+    page.set("samples", "2")
     page.trace()
     baseline = page.text("#baseline")
     link = page.js("location.hash")
     page.browser.delete_all_cookies()
     page.open(link)
-    page.until(lambda: page.all("#trace-files a"))
+    page.until(page.traced)
     assert page.text("#subject .subject") == "Eiffel Tower"
     assert page.find("[name=samples]").get_attribute("value") == "2"
     assert page.text("#baseline") == baseline
+
+
+def test_results_stay_with_the_prompt_that_was_traced(page: Page) -> None:
+    page.write_prompt(CITY, "Eiffel Tower")
+    page.trace()
+    baseline = page.text("#baseline")
+    page.click("#examples button:nth-child(2)")
+    assert page.prompt != CITY
+    assert page.find("#stale").is_displayed()
+    assert page.all("#trace-result.stale")
+    assert page.text("#caption").startswith(CITY)
+    assert page.text("#caption .subject") == "Eiffel Tower"
+    page.screenshot("stale")
+    page.click("nav [data-view=edit]")
+    assert page.all("#layers.bare")  # no bars: they belong to the traced prompt
+    page.browser.back()
+    page.until(lambda: page.find("#view-trace").is_displayed())
+    page.js("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click("#copy")
+    page.until(lambda: page.text("#copy") == "Copied")
+    copied = page.js("window.copied")
+    page.js("navigator.clipboard.writeText = async () => { throw new Error('not allowed'); }")
+    page.click("#copy")
+    page.until(lambda: page.find("#link").is_displayed())
+    assert page.js("getSelection().toString()") == page.js("link.value") == copied
+    page.open(copied.partition("/")[2].partition("/")[2].partition("/")[2])
+    page.until(page.traced)
+    assert page.prompt == CITY
+    assert page.text("#baseline") == baseline
+
+
+def test_back_returns_to_the_trace_and_reload_keeps_what_was_typed(page: Page) -> None:
+    cells = page.all("#heatmaps .cells")[1]
+    page.js("arguments[0].scrollIntoView({block: 'center'})", cells)
+    ActionChains(page.browser).move_to_element(cells).click().perform()
+    page.until(lambda: page.find("#view-edit").is_displayed())
+    page.browser.back()
+    page.until(lambda: page.find("#view-trace").is_displayed())
+    assert page.traced()
+    page.browser.forward()
+    page.until(lambda: page.find("#view-edit").is_displayed())
+    page.write_prompt("The Louvre is in the city of", "The Louvre")
+    page.find("#edit-form [name=target]").send_keys("Rome")
+    page.until(lambda: "Rome" in page.js("decodeURIComponent(location.hash)"))
+    page.reload()
+    assert page.prompt == "The Louvre is in the city of"
+    assert page.text("#subject .subject") == "The Louvre"
+    assert page.find("#edit-form [name=target]").get_attribute("value") == "Rome"
+
+
+DAMAGED_LINKS = (
+    "#/edit/%7B%22edits%22%3A5%7D",
+    '#/edit/{"edits":[{"prompt":"P","subject":"P"},null]}',
+    '#/edit/{"method":7,"settings":3,"layers":"x","edits":"wanted"}',
+    '#/trace/{"prompt":[],"settings":7,"traced":5}',
+    '#/compare/{"runs":3}',
+    "#/trace/%E0%A4%A",
+    "#/trace/[1]",
+)
+
+
+@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+def test_a_damaged_link_is_reported_and_the_page_works(page: Page) -> None:
+    for link in DAMAGED_LINKS:
+        page.open(link)
+        page.until(lambda: page.find("#notice").is_displayed() or page.all(".status.failed"))
+    page.write_prompt(CITY, TOWER)
+    page.trace()
+
+
+@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+def test_retyping_a_word_keeps_the_subject(page: Page) -> None:
+    page.write_prompt("The Louvre is located in the city of", "The Louvre")
+    page.select_text(14, 21)  # "located", to be retyped
+    assert page.text("#subject .subject") == "The Louvre"
+    page.find("#prompt").send_keys("found")
+    assert page.text("#subject") == "Subject: The Louvre."
+    page.select_text(0, 0)
+    page.find("#prompt").send_keys("Today ")
+    assert page.text("#subject") == "Subject: The Louvre."
+    page.select_text(16, 16)
+    page.find("#prompt").send_keys("x")
+    assert page.text("#subject") == "The subject changed while you typed. Subject: The Louvrex."
+    page.select_text(3, 25)
+    page.find("#prompt").send_keys(Keys.BACKSPACE)
+    assert page.text("#subject").startswith("The subject was deleted.")
+    page.click("#trace-form .go")
+    assert "subject" in page.text("#trace-status")
+
+
+def test_edits_are_the_same_after_a_reload_and_in_another_tab(page: Page) -> None:
+    page.open("#/edit")
+    page.click("#layers button:nth-child(2)")
+    page.edit("Rome")
+    fact = page.text("#edits .fact")
+    page.open("#/edit")  # without state in the address
+    page.until(lambda: page.text("#edits .fact") == fact)
+    assert not page.find("#no-edits").is_displayed()
+    page.until(page.updated)
+    first = page.browser.current_window_handle
+    page.browser.switch_to.new_window("tab")
+    page.open("#/edit")
+    page.until(page.updated)
+    page.click("#edits .quiet")
+    page.until(lambda: not page.all("#edits li"))
+    page.browser.close()
+    page.browser.switch_to.window(first)
+    page.js("window.dispatchEvent(new Event('focus'))")
+    page.until(lambda: not page.all("#edits li"))
+
+
+def test_edits_of_a_link_are_listed_apart(page: Page) -> None:
+    page.open("#/edit")
+    page.click("#layers button:nth-child(2)")
+    page.edit("Rome")
+    link = page.js("location.hash")
+    page.browser.delete_all_cookies()
+    page.open("#/edit")
+    page.click("#layers button:nth-child(2)")
+    page.edit("London")
+    page.open(link)
+    page.until(page.updated)
+    assert page.texts("#edits .fact mark") == ["London"]
+    assert page.texts("#link-edits .fact mark") == ["Rome"]
+    assert page.find("#shared-edits h3").text == "Edits from a link"
+    assert not page.find("#edits input").is_selected()
+    assert page.find("#link-edits input").is_selected()
+    page.reload()
+    page.until(page.updated)
+    assert page.texts("#link-edits .fact mark") == ["Rome"]
+    assert not page.find("#edits input").is_selected()
 
 
 def test_a_link_restores_edits_in_another_session(page: Page) -> None:
@@ -250,25 +437,27 @@ def test_a_link_restores_edits_in_another_session(page: Page) -> None:
     page.browser.delete_all_cookies()
     page.open(link)
     page.until(page.updated)
-    assert page.text("#edits .fact .subject") == fact
-    assert not page.find("#edits input").is_selected()
+    assert page.text("#link-edits .fact .subject") == fact
+    assert not page.find("#link-edits input").is_selected()
 
 
-def test_compare(page: Page) -> None:
-    page.open("#/compare")
-    for number in (1, 2):
-        page.click(f"#run-list li:nth-child({number}) label")
-    page.until(lambda: "ROME" in page.text("#compared") and "FT" in page.text("#compared"))
-    page.until(lambda: page.all("#compared .both"))
-    assert set(page.texts("#compared .both h3")) == {"before", "ROME", "FT"}
-    assert "<script>alert(1)</script>" in page.text("#compared .both:last-of-type")
-    loaded = (
-        "[...document.querySelectorAll('#compared img')].every((i) => i.complete && i.naturalWidth)"
+@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+def test_advice_is_about_the_strongest_subject_token(
+    page: Page, server: tuple[str, ServerState]
+) -> None:
+    record = server[1].first_trace
+    assert record is not None
+    token, layer, effect = strongest_subject_cell(record, "mlp")
+    page.click("nav [data-view=edit]")
+    notes = page.text("#layer-notes")
+    if effect < 0.1 * record.total_effect:
+        assert "suggests no layer" in notes
+    else:
+        assert f"{record.tokens[token].strip()}*”. It is highest at layer {layer}" in notes
+    height = float(
+        page.js("layers.children[arguments[0]].querySelector('i').style.height", layer)[:-1]
     )
-    page.until(lambda: page.js(loaded))
-    page.screenshot("compare")
-    page.open(page.js("location.hash"))
-    page.until(lambda: page.all("#compared .both"))
+    assert height == pytest.approx(100 * effect / max(record.total_effect, effect), abs=0.1)
 
 
 def test_markup_is_shown_as_text(page: Page) -> None:
@@ -299,9 +488,7 @@ def test_the_cancel_button_stops_the_job(
     page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = endless_traces(monkeypatch)
-    field = page.find("[name=seed]")
-    field.clear()
-    field.send_keys("77")
+    page.set("seed", "77")
     page.click("#trace-form .go")
     assert started.wait(10)
     page.until(lambda: page.all("#trace-status button"))
@@ -314,6 +501,14 @@ def test_all_controls_have_a_label_and_can_be_focused(page: Page) -> None:
     unnamed = """[...document.querySelectorAll('button, input, select, textarea')].filter((e) =>
         !(e.labels?.length || e.ariaLabel || e.textContent.trim())).map((e) => e.outerHTML)"""
     assert page.js(unnamed) == []
+    explained = """((e) => document.getElementById(e.getAttribute('aria-describedby'))?.textContent
+        || e.title || e.labels?.[0]?.textContent.split(/\\s+/).length > 3)"""
+    controls = "#fact, #view-trace, #view-edit"
+    unexplained = f"""[...document.querySelectorAll(arguments[0])].flatMap((area) =>
+        [...area.querySelectorAll('button:not(.token), input, select, textarea')])
+        .filter((e) => !{explained}(e)).map((e) => e.outerHTML)"""
+    assert page.js(unexplained, controls) == []
+    page.js("document.querySelector('#trace-form details').open = true")
     seen = set()
     page.find("body").send_keys(Keys.TAB)
     for _ in range(40):
@@ -322,3 +517,20 @@ def test_all_controls_have_a_label_and_can_be_focused(page: Page) -> None:
         ActionChains(page.browser).send_keys(Keys.TAB).perform()
     assert {"prompt", "distribution", "samples", "window", "Trace", "Edit", "Compare"} <= seen
     assert TOWER in seen  # an example
+
+
+def test_axe_finds_no_serious_problem(page: Page) -> None:
+    page.click("#trace-form summary")
+    assert page.accessibility_problems() == []
+    page.click("nav [data-view=edit]")
+    for summary in page.all("#edit-form summary"):
+        summary.click()
+    page.click("#layers button:nth-child(2)")
+    page.edit("Rome")
+    page.click("#edit-details summary")
+    assert page.accessibility_problems() == []
+    page.open("#/compare")
+    assert page.accessibility_problems() == []
+    page.click("#run-list li:nth-child(1) label")
+    page.until(lambda: page.all("#compared table"))
+    assert page.accessibility_problems() == []

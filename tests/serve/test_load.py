@@ -1,4 +1,4 @@
-"""Fifty clients for a few seconds: no errors except a full queue, no memory growth."""
+"""Fifty clients and 300 idle connections for a few seconds: no errors except a full queue."""
 
 import json
 import subprocess
@@ -22,6 +22,7 @@ def test_fifty_clients(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["errors"] == 0, found["first_errors"]
     assert found["clients"] == 50
+    assert found["idle_connections_opened"] > 300  # the server closed some
     assert not KINDS - set(found["responses"])
     memory = found["memory_mib"]
     growth = memory["max_second_half"] - memory["max_first_half"]

@@ -2,11 +2,18 @@
 
 import io
 import json
+import os
 import socket
 import sys
+import threading
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ import pytest
 import torch
 
 from factscope.analysis.metrics import Summary, summarize
+from factscope.editing import edit as edit_module
 from factscope.editing.edit import Edit
 from factscope.editing.per_row import edited
 from factscope.errors import ServerBusy
@@ -39,6 +47,7 @@ from serving import CITY, TOWER, running_server, serving_lm
 FACT = {"prompt": CITY, "subject": TOWER}
 TRACE = {**FACT, "settings": {"samples": 2, "window": 2}}
 EDIT = {**FACT, "target": "Rome", "layer": 1, "without_statistics": True}
+NEIGHBOURS = ["The Louvre is located in the city of", "The capital of France is"]
 LIMITS = ServerLimits(max_jobs=6, max_jobs_per_session=3, max_edits=4, max_new_tokens=5)
 
 
@@ -55,7 +64,7 @@ def address(lm: LM, runs: Path) -> Iterator[tuple[str, ServerState]]:
 
 @pytest.fixture(scope="module")
 def runs(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two evaluations, a run of traces, a broken run, and a file."""
+    """A folder with two evaluations, a run of traces, damaged runs, and a file."""
     folder = tmp_path_factory.mktemp("runs")
     write_evaluation(folder / "rome", "rome", -0.1)
     write_evaluation(folder / "ft", "ft", 2.0)
@@ -64,6 +73,18 @@ def runs(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     fact = Fact(subject=TOWER, prompt="{} is located in the city of")
     record = trace(lm, fact, Tracing(corruption=Corruption(samples=2)))
     write_records(folder / "traces" / "records.jsonl", [record])
+    torn = folder / "torn"
+    write_evaluation(torn, "rome", -0.1)
+    with (torn / "records.jsonl").open("a") as file:
+        file.write('{"kind": "case", "fa')  # of a process that was killed, or still writes
+    surrogate = folder / "surrogate"
+    write_evaluation(surrogate, "rome", -0.1)
+    text = (surrogate / "records.jsonl").read_text()
+    (surrogate / "records.jsonl").write_text(text.replace("It is in", "\\ud800"))
+    os.mkdir(os.fsencode(folder) + b"/latin-\xe9")
+    spec = os.fsencode(folder) + b"/latin-\xe9/spec.toml"
+    with open(spec, "w", encoding="utf-8") as file:
+        file.write('command = "evaluate"\n')
     (folder / "broken").mkdir()
     (folder / "broken" / "spec.toml").write_text("command = ")
     (folder / "note.txt").write_text("secret")
@@ -146,6 +167,174 @@ def test_a_trace_can_be_downloaded(client: httpx.Client) -> None:
     check_error(client.get("/api/traces/nothing/record.json"), 404, "trace the fact again")
 
 
+def test_traces_that_show_nothing_have_warnings(client: httpx.Client, lm: LM) -> None:
+    found = events(client, "/api/traces", {**FACT, "settings": {"samples": 1, "noise": "0"}})
+    baseline = next(event for event in found if event["event"] == "baseline")
+    assert baseline["warnings"] == found[-1]["warnings"]
+    unknown, empty = found[-1]["warnings"]  # random weights know nothing
+    assert "names no object" in unknown
+    assert "noise level is 0" in empty
+
+
+def test_the_strongest_cell_of_the_subject_is_found(client: httpx.Client) -> None:
+    found = events(client, "/api/traces", TRACE)[-1]
+    start, stop = found["subject"]
+    rows = found["tables"]["restored"]["mlp"]
+    cells = {(t, n): p for t in range(start, stop) for n, p in enumerate(rows[t])}
+    token, layer = max(cells, key=lambda cell: cells[cell])
+    assert found["strongest"]["mlp"] == {
+        "token": token, "layer": layer,
+        "effect": pytest.approx(cells[token, layer] - found["corrupted"]),
+    }  # fmt: skip
+
+
+def test_the_subjects_rows_come_first(client: httpx.Client) -> None:
+    found = events(client, "/api/traces", {**TRACE, "settings": {"samples": 2, "seed": 5}})
+    start, stop = found[-1]["subject"]
+    rows = {(kind, token) for kind in ("states", "mlp", "attn") for token in range(start, stop)}
+    cells = [event for event in found if event["event"] == "cells" and event["samples"] == 1]
+    first = {(event["kind"], *event["tokens"]) for event in cells[: len(rows)]}
+    assert first == rows
+
+
+def test_another_answer_is_traced(client: httpx.Client, lm: LM) -> None:
+    found = events(client, "/api/traces", {**TRACE, "answer": " Rome "})[-1]
+    settings = Tracing(corruption=Corruption(samples=2), window=2)
+    fact = Fact(subject=TOWER, prompt="{} is located in the city of")
+    wanted = trace(lm, fact, settings, answer="Rome")
+    assert found["answer"] == "Rome"
+    assert (found["clean"], found["corrupted"]) == pytest.approx((wanted.clean, wanted.corrupted))
+    assert found["name"] != events(client, "/api/traces", TRACE)[-1]["name"]
+    assert events(client, "/api/traces", {**TRACE, "answer": ""})[-1]["answer"] != "Rome"
+    long = events(client, "/api/traces", {**TRACE, "answer": "a b " * 20})[-1]
+    assert "at most 48" in long["error"]["message"]
+
+
+def test_the_logit_lens(client: httpx.Client, lm: LM) -> None:
+    body = {**TRACE, "settings": {"samples": 2, "window": 3}}
+    first = events(client, "/api/traces", body)[-1]
+    assert first["tables"]["lens"] == {}
+    more = events(client, "/api/traces", {**body, "tables": ["lens clean", "lens corrupted"]})
+    assert not [event for event in more if event["event"] == "cells"]
+    found = more[-1]
+    assert found["name"] == first["name"]
+    assert found["tables"]["restored"] == first["tables"]["restored"]
+    settings = Tracing(corruption=Corruption(samples=2), window=3, lens=True)
+    wanted = trace(lm, Fact(subject=TOWER, prompt="{} is located in the city of"), settings).lens
+    for run, lens in found["tables"]["lens"].items():
+        mine, theirs = (np.array(x, dtype=float) for x in (lens["answer"], wanted[run].answer))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    top = found["tables"]["lens"]["clean"]["top"][-1][-1]  # what the model itself predicts
+    assert top[0] == {"token": found["answer"], "p": pytest.approx(found["clean"])}
+    assert len(top) == 5
+    again = events(client, "/api/traces", {**body, "tables": ["lens clean"]})
+    assert again == [found]
+
+
+TOKENS = {
+    "prompt": "The Louvre is located in the city of", "subject": "The Louvre",
+    "settings": {"distribution": "tokens", "window": 2},
+}  # fmt: skip
+
+
+def test_the_subject_can_be_replaced(client: httpx.Client, lm: LM) -> None:
+    found = events(client, "/api/traces", {**TOKENS, "replacement": " Big Ben "})[-1]
+    prompt = "{} is located in the city of"
+    fact = Fact(subject="The Louvre", prompt=prompt, replacement="Big Ben")
+    wanted = trace(lm, fact, Tracing(corruption=Corruption(distribution="tokens"), window=2))
+    assert (found["replacement"], found["samples"]) == ("Big Ben", 1)
+    assert found["corrupted"] == pytest.approx(wanted.corrupted)
+    for kind, table in wanted.restored.items():
+        mine = np.array(found["tables"]["restored"][kind], dtype=float)
+        np.testing.assert_allclose(mine, np.array(table, dtype=float), rtol=1e-5)
+    long = events(client, "/api/traces", {**TOKENS, "replacement": "The Museum of Modern Art"})[-1]
+    assert long["error"]["kind"] == "BadFact"
+    assert long["error"]["message"].count("subject tokens)") == 2  # both tokenizations
+
+
+def test_a_replacement_is_suggested(client: httpx.Client, lm: LM) -> None:
+    """A subject of the same relation with another object and as many tokens."""
+    assert events(client, "/api/traces", TOKENS)[-1]["replacement"] == "Big Ben"
+    assert events(client, "/api/traces", TRACE)[-1]["replacement"] is None  # noise
+    unknown = {**TOKENS, "prompt": "Zorblax is a kind of", "subject": "Zorblax"}
+    message = events(client, "/api/traces", unknown)[-1]["error"]["message"]
+    assert "give a replacement, or" in message  # without the command line's flag
+
+
+def test_a_trace_of_the_edited_model(client: httpx.Client, lm: LM, tmp_path: Path) -> None:
+    id = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
+    unedited = events(client, "/api/traces", TRACE)[-1]
+    found = events(client, "/api/traces", {**TRACE, "edits": [id]})[-1]
+    assert found["name"] != unedited["name"]
+    (tmp_path / "edit").write_bytes(client.get(f"/api/edits/{id}/edit.safetensors").content)
+    fact = Fact(subject=TOWER, prompt="{} is located in the city of")
+    with edited(lm, [Edit.load(tmp_path / "edit")]):
+        wanted = trace(lm, fact, Tracing(corruption=Corruption(samples=2), window=2))
+    assert (found["clean"], found["corrupted"]) == pytest.approx((wanted.clean, wanted.corrupted))
+    assert found["clean"] != pytest.approx(unedited["clean"])
+    for kind, table in wanted.restored.items():
+        mine = np.array(found["tables"]["restored"][kind], dtype=float)
+        np.testing.assert_allclose(mine, np.array(table, dtype=float), rtol=1e-5)
+    check_error(client.post("/api/traces", json={**TRACE, "edits": ["99"]}), 404, "no edit '99'")
+
+
+def test_tokens_and_next_tokens_of_a_prompt(client: httpx.Client, lm: LM) -> None:
+    from factscope.lm.generate import top_next_tokens
+
+    found = client.post("/api/next-tokens", json={"prompt": CITY}).json()
+    assert "".join(CITY[t["start"] : t["stop"]] for t in found["tokens"]) == CITY
+    assert [t["p"] for t in found["next"]] == [p for _, p in top_next_tokens(lm, CITY, 5)]
+    long = {"prompt": TOWER + " a b" * 22}
+    check_error(client.post("/api/next-tokens", json=long), 422, "at most 48")
+
+
+def test_examples_are_facts_that_the_model_knows(
+    client: httpx.Client, lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from factscope.data.readers import everyday_facts
+    from factscope.serve import examples
+    from factscope.tracing.trace import clean_answers
+
+    found = client.get("/api/examples").json()["examples"]
+    assert len(found) == 8
+    assert not any(example["known"] for example in found)  # random weights know no fact
+    right = ["The Louvre", "France", "Italy", "Mount Everest"]
+
+    def answers(lm: LM, facts: Any, settings: Tracing) -> list[Any]:
+        found = clean_answers(lm, facts, settings)
+        return [replace(a, known=a.fact.subject in right, probability=0.5) for a in found]
+
+    monkeypatch.setattr(examples, "clean_answers", answers)
+    known = examples.find_examples(lm)
+    assert [example["subject"] for example in known] == right
+    assert all(example["known"] and example["p"] == 0.5 for example in known)
+    assert {fact.subject for fact in everyday_facts()} > set(right)
+
+
+def test_the_shipped_trace_is_served_for_its_model_only(lm: LM) -> None:
+    from factscope.lm.load import load
+    from factscope.serve.examples import first_trace
+    from factscope.serve.schemas import default_tracing
+    from factscope.tracing.trace import clean_answers
+
+    settings = default_tracing(ServerLimits())
+    assert first_trace(lm, settings) is None
+    default = load("smollm2-135m")
+    assert first_trace(default, replace(settings, window=3)) is None
+    shipped = first_trace(default, settings)
+    assert shipped is not None, "run docs/tools/first_trace.py"
+    assert shipped.fact.text == CITY
+    [answer] = clean_answers(default, [shipped.fact], settings)
+    assert shipped.clean == pytest.approx(answer.probability, rel=1e-4)
+    state = ServerState(lm=default)
+    name = state.traces.name(Fact.from_text(CITY, TOWER, 1), settings)
+    assert state.traces.get(name) == shipped
+    for number in range(ServerLimits().max_traces + 1):
+        state.traces.store(str(number), shipped)
+    assert state.traces.get(name) == shipped
+    state.queue.close()
+
+
 # ---- edits
 
 
@@ -162,6 +351,46 @@ def test_an_edit_belongs_to_its_session(
         check_error(other.delete(f"/api/edits/{created['id']}"), 404)
     assert client.delete(f"/api/edits/{created['id']}").status_code == 200
     assert client.get("/api/edits").json() == {"edits": []}
+
+
+def test_neighbours_of_the_same_relation_are_suggested(client: httpx.Client) -> None:
+    found = client.post("/api/suggestions", json=FACT).json()
+    # Subjects with the same object (Paris) come first, as in CounterFact.
+    assert found["neighbours"][:2] == [
+        "The Louvre is located in the city of",
+        "The Musée d'Orsay is located in the city of",
+    ]
+    assert f"{TOWER} can be found in the city of" in found["paraphrases"]
+    assert all(TOWER in text for text in found["generations"])
+    other = client.post("/api/suggestions", json={"prompt": "My cat likes", "subject": "My cat"})
+    assert len(set(other.json()["neighbours"])) == 6
+
+
+def test_changed_neighbours_are_marked_and_count_in_the_verdict(client: httpx.Client) -> None:
+    body = {**EDIT, "neighbours": NEIGHBOURS, "generations": [CITY, "People visit"]}
+    created = events(client, "/api/edits", body)[-1]["edit"]
+    changed = [p["changed"] for p in created["prompts"] if p["kind"] == "neighbour"]
+    assert changed == [
+        p["before"]["top"] != p["after"]["top"]
+        for p in created["prompts"]
+        if p["kind"] == "neighbour"
+    ]
+    assert [g["text"] for g in created["generations"]] == body["generations"]
+    damaged = any("unrelated prompts" in complaint for complaint in created["complaints"])
+    assert damaged == (sum(changed) > 0.25 * len(changed))
+    assert created["verdict"] == ("damaged others" if created["complaints"] else "took")
+
+
+def test_the_progress_of_an_edit_goes_on_until_its_end(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while texts are generated: the page computes the time left from it."""
+    monkeypatch.setattr("factscope.serve.jobs.PROGRESS_INTERVAL", -1.0)
+    found = events(client, "/api/edits", {**EDIT, "generations": [CITY, "The Louvre is"]})
+    fractions = [event["fraction"] for event in found if event["event"] == "progress"]
+    assert fractions == sorted(fractions)
+    assert max(b - a for a, b in pairwise(fractions)) < 0.1
+    assert 0.9 < fractions[-1] <= 1
 
 
 def test_no_weight_is_written(client: httpx.Client, lm: LM) -> None:
@@ -226,11 +455,15 @@ def test_an_edit_can_be_downloaded(client: httpx.Client, lm: LM, tmp_path: Path)
 
 
 def test_an_adapter_gives_the_logits_of_the_edit(
-    client: httpx.Client, lm: LM, tmp_path: Path
+    address: tuple[str, ServerState], client: httpx.Client, lm: LM, tmp_path: Path
 ) -> None:
     from peft import PeftModel
 
-    id = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
+    created = events(client, "/api/edits", EDIT)[-1]["edit"]["id"]
+    sessions, session = address[1].sessions, client.cookies["factscope"]
+    [stored] = sessions.select(session, [created])
+    # So small that it passes its checks.
+    id = sessions.store(session, 0.1 * stored.edit, stored.record, stored.request).id
     answer = client.get(f"/api/edits/{id}/adapter.zip")
     assert answer.status_code == 200, answer.text
     zipfile.ZipFile(io.BytesIO(answer.content)).extractall(tmp_path)
@@ -245,8 +478,12 @@ def test_an_adapter_gives_the_logits_of_the_edit(
     torch.testing.assert_close(adapted(ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_an_edit_that_fails_its_checks_is_shown_and_not_exported(client: httpx.Client) -> None:
-    created = events(client, "/api/edits", {**EDIT, "layer": 0})[-1]["edit"]
+def test_an_edit_that_fails_its_checks_is_shown_and_not_exported(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = partial(edit_module.CheckLimits, update_norm=1e-3)
+    monkeypatch.setattr(edit_module, "CheckLimits", strict)
+    created = events(client, "/api/edits", EDIT)[-1]["edit"]
     assert "update norm" in created["complaints"][0]
     check_error(client.get(f"/api/edits/{created['id']}/adapter.zip"), 422, "fails its checks")
 
@@ -276,7 +513,7 @@ def test_settings_of_the_forms_are_those_of_the_dataclasses(client: httpx.Client
     about = client.get("/api/about").json()
     settings = {setting["name"]: setting for setting in about["trace_settings"]}
     assert list(settings) == list(TRACE_SETTINGS)
-    assert settings["distribution"]["choices"] == ["gaussian", "uniform", "embedding"]
+    assert settings["distribution"]["choices"] == ["gaussian", "uniform", "embedding", "tokens"]
     assert settings["noise"]["default"] == "3s"
     assert settings["replace"] == {
         "name": "replace", "control": "checkbox", "default": False, "choices": [], "min": None,
@@ -292,7 +529,24 @@ def test_settings_of_the_forms_are_those_of_the_dataclasses(client: httpx.Client
 def test_all_methods_edit(client: httpx.Client, method: str) -> None:
     # With the paper's weight decay, r-ROME does not converge on the random weights.
     body = {**EDIT, "method": method, "settings": {"weight-decay": 0}}
-    assert events(client, "/api/edits", body)[-1]["edit"]["method"] == method
+    if method == "memit":
+        body |= {"layer": None, "layers": [0, 1]}
+    created = events(client, "/api/edits", body)[-1]["edit"]
+    assert created["method"] == method
+    assert len(created["changed_weights"]) == (2 if method == "memit" else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "memit"}, "give memit layers"),
+        ({"method": "memit", "layer": None, "layers": [1, 0]}, "layers is 1 to 0"),
+        ({"method": "memit", "layer": None, "layers": [0, 99]}, "layers is 0 to 99"),
+        ({"layers": [0, 1]}, "give rome one layer"),
+    ],
+)
+def test_invalid_layers(client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    check_error(client.post("/api/edits", json={**EDIT, **change}), 422, message)
 
 
 def test_settings_reach_the_editor(client: httpx.Client) -> None:
@@ -326,14 +580,14 @@ def test_invalid_settings_of_edits(
 
 def test_runs_are_listed_and_compared(client: httpx.Client) -> None:
     listed = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
-    assert set(listed) == {"rome", "ft", "traces", "broken"}
+    assert set(listed) == {"rome", "ft", "traces", "broken", "torn", "surrogate", "latin-\\xe9"}
     assert "error" in listed["broken"]
     found = client.get("/api/tables", params={"run": ["rome", "ft"]}).json()
     assert found["command"] == "evaluate"
     rows = [row[0]["text"] for row in found["tables"][0]["rows"]]
     assert {"ROME", "FT"} <= {row.split(",")[0] for row in rows}
     for figure in found["figures"]:
-        answer = client.get(f"/api/figures/{figure}", params={"run": ["rome", "ft"]})
+        answer = client.get(f"/api/figures/{figure}.svg", params={"run": ["rome", "ft"]})
         assert answer.status_code == 200
         assert b"<svg" in answer.content
     cases = client.get("/api/cases", params={"run": ["rome", "ft"]}).json()["cases"]
@@ -349,9 +603,104 @@ def test_averages_of_a_run_of_traces(client: httpx.Client) -> None:
     assert (found["command"], found["figures"]) == ("trace", ["heatmaps", "lines"])
     assert [len(table["rows"]) > 0 for table in found["tables"]] == [True, True]
     for figure in found["figures"]:
-        response = client.get(f"/api/figures/{figure}", params={"run": "traces"})
+        response = client.get(f"/api/figures/{figure}.svg", params={"run": "traces"})
         assert b"<svg" in response.content
-    check_error(client.get("/api/tables", params={"run": ["traces", "rome"]}), 422, "compared")
+    check_error(
+        client.get("/api/tables", params={"run": ["traces", "rome"]}), 422, "only evaluations"
+    )
+
+
+def test_damaged_runs_do_not_stop_the_others(client: httpx.Client) -> None:
+    """A torn last line, a name that is not UTF-8, and a lone surrogate in a record."""
+    found = client.get("/api/tables", params={"run": ["torn", "rome"]})
+    assert found.status_code == 200, found.text
+    name = "latin-\\xe9"
+    assert name in {run["name"] for run in client.get("/api/runs").json()["runs"]}
+    check_error(client.get("/api/tables", params={"run": name}), 422, "no records yet")
+    for path in ("tables", "cases", "samples", "figures/distributions.svg"):
+        answer = client.get(f"/api/{path}", params={"run": "surrogate", "case": "7"})
+        check_error(answer, 422, "surrogate")
+
+
+def test_errors_do_not_name_folders_of_the_server(client: httpx.Client, runs: Path) -> None:
+    listed = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    messages = [listed["broken"]["error"]]
+    for name in ("broken", "surrogate"):
+        answer = client.get("/api/tables", params={"run": name})
+        messages.append(check_error(answer, 422)["message"])
+    for message in messages:
+        assert str(runs.parent) not in message
+        assert "spec.toml" in message or "records.jsonl" in message
+
+
+def test_tables_and_figures_as_files(client: httpx.Client) -> None:
+    both = {"run": ["rome", "ft"]}
+    csv = client.get("/api/tables/0.csv", params=both)
+    assert csv.text.startswith("editor,cases,failed,S ↑")
+    assert csv.headers["content-disposition"] == 'attachment; filename="table-0.csv"'
+    assert r"\begin{tabular}" in client.get("/api/tables/0.tex", params=both).text
+    png = client.get("/api/figures/distributions.png", params=both)
+    assert png.headers["content-type"] == "image/png"
+    assert png.content.startswith(b"\x89PNG")
+    columns = client.get("/api/tables", params=both).json()["tables"][0]["columns"]
+    help_texts = {column["name"]: column["help"] for column in columns}
+    assert help_texts["ES ↑"].startswith("Efficacy score")
+    assert help_texts["editor"] is None
+    for file in ("9.csv", "0.exe", "x.csv", "-1.csv"):
+        check_error(client.get(f"/api/tables/{file}", params=both), 404, "no table")
+
+
+def test_single_facts_of_a_run_of_traces(client: httpx.Client) -> None:
+    [fact] = client.get("/api/facts", params={"run": "traces"}).json()["facts"]
+    assert (fact["number"], fact["text"]) == (0, CITY)
+    assert fact["warnings"]
+    svg = client.get("/api/figures/fact-0.svg", params={"run": "traces"})
+    assert b"<svg" in svg.content
+    check_error(client.get("/api/figures/fact-1.svg", params={"run": "traces"}), 404)
+    check_error(client.get("/api/facts", params={"run": "rome"}), 422, "a run of evaluate")
+
+
+def test_a_figure_is_drawn_once(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    draw = routes_runs.draw_figure
+
+    def counting(runs: Any, names: Any, file: str) -> bytes:
+        drawn.append(file)
+        return draw(runs, names, file)
+
+    monkeypatch.setattr(routes_runs, "draw_figure", counting)
+    first = client.get("/api/figures/lines.pdf", params={"run": "traces"})
+    again = client.get("/api/figures/lines.pdf", params={"run": "traces"})
+    assert first.content == again.content
+    assert drawn == ["lines.pdf"]
+
+
+def test_waiting_figures_do_not_delay_other_requests(
+    address: tuple[str, ServerState], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, started = threading.Event(), threading.Event()
+
+    def slow(runs: Any, names: Any, file: str) -> bytes:
+        started.set()
+        assert release.wait(60)
+        return b"<svg/>"
+
+    monkeypatch.setattr(routes_runs, "draw_figure", slow)
+    limit = LIMITS.max_reports
+
+    def figure(number: int) -> int:
+        url = f"{address[0]}/api/figures/fact-{number + 1000}.svg"
+        return httpx.get(url, params={"run": "traces"}, timeout=60).status_code
+
+    with ThreadPoolExecutor(60) as pool:
+        waiting = [pool.submit(figure, number) for number in range(60)]
+        assert started.wait(10)
+        wait_for(lambda: sum(one.done() for one in waiting) == 60 - limit)  # refused
+        assert client.get("/api/edits").status_code == 200
+        assert client.post("/api/suggestions", json=FACT).status_code == 200
+        assert events(client, "/api/predict", {})[-1]["event"] == "done"
+        release.set()
+    assert Counter(one.result() for one in waiting) == {200: limit, 503: 60 - limit}
 
 
 def test_summaries_are_cached_until_the_records_change(
@@ -389,7 +738,9 @@ def test_summaries_are_cached_until_the_records_change(
         "%2e",
     ],
 )
-@pytest.mark.parametrize("path", ["tables", "figures/distributions", "cases", "samples"])
+@pytest.mark.parametrize(
+    "path", ["tables", "tables/0.csv", "figures/distributions.svg", "cases", "samples"]
+)
 def test_a_run_name_is_never_used_as_a_path(client: httpx.Client, name: str, path: str) -> None:
     check_error(
         client.get(f"/api/{path}", params={"run": name, "case": "7"}), 404, "there is no run"

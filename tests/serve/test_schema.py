@@ -22,9 +22,11 @@ SETTINGS = settings(
 )
 VALID, INVALID = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 ROUTES = [
-    "GET /api/about", "GET /api/queue", "POST /api/traces", "GET /api/traces/{name}/{file}",
+    "GET /api/about", "GET /api/queue", "GET /api/examples", "POST /api/next-tokens",
+    "POST /api/suggestions", "POST /api/traces", "GET /api/traces/{name}/{file}",
     "POST /api/edits", "GET /api/edits", "DELETE /api/edits/{id}", "GET /api/edits/{ids}/{file}",
-    "POST /api/predict", "GET /api/runs", "GET /api/tables", "GET /api/figures/{name}",
+    "POST /api/predict", "GET /api/runs", "GET /api/tables", "GET /api/figures/{file}",
+    "GET /api/tables/{file}", "GET /api/facts",
     "GET /api/cases", "GET /api/samples",
 ]  # fmt: skip
 
@@ -40,7 +42,7 @@ def test_the_schema_lists_all_routes(schema: schemathesis.BaseSchema) -> None:
 
 
 # Routes with a body or query; only these can get an invalid request.
-WITH_INPUT = ("POST", "/tables", "/figures", "/cases", "/samples")
+WITH_INPUT = ("POST", "/tables", "/figures", "/facts", "/cases", "/samples")
 REQUESTS = [(route, VALID) for route in ROUTES]
 REQUESTS += [(route, INVALID) for route in ROUTES if any(word in route for word in WITH_INPUT)]
 

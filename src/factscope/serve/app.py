@@ -1,5 +1,6 @@
 """The application: the page's files, general information, errors as JSON, and all routes."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
@@ -14,11 +15,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from factscope.data.readers import everyday_facts
-from factscope.editing.defaults import rome_defaults
+from factscope.editing.defaults import memit_defaults, rome_defaults
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.html import asset
 from factscope.report.labels import KIND_STYLES, editor_name
+from factscope.serve.connections import BoundedProtocol
 from factscope.serve.routes_edit import edit_routes
 from factscope.serve.routes_runs import run_routes
 from factscope.serve.routes_trace import trace_routes
@@ -35,9 +37,6 @@ from factscope.stats.second_moment import layers_with_second_moments
 
 log = logging.getLogger(__name__)
 
-MAX_EXAMPLES = 8
-MAX_CONNECTIONS = 256
-
 
 def run(
     state: ServerState,
@@ -48,29 +47,38 @@ def run(
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve until interrupted; `ready` is called with the address."""
-    config = uvicorn.Config(
-        create_app(state, allowed_hosts),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        ws="none",
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=3,
-        h11_max_incomplete_event_size=16_384,
-    )
+    config = server_config(create_app(state, allowed_hosts))
+    with listen(host, port) as listening:
+        name = f"[{host}]" if ":" in host else host
+        ready(f"http://{name}:{listening.getsockname()[1]}/")
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address; an error if it is taken."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise BadSetting(
             f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --host "
             "or --port"
         ) from error
-    with listening:
-        name = f"[{host}]" if ":" in host else host
-        ready(f"http://{name}:{listening.getsockname()[1]}/")
-        uvicorn.Server(config).run(sockets=[listening])
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=3,
+        h11_max_incomplete_event_size=16_384,
+    )
 
 
 def create_app(state: ServerState, allowed_hosts: Collection[str] = ()) -> FastAPI:
@@ -78,8 +86,10 @@ def create_app(state: ServerState, allowed_hosts: Collection[str] = ()) -> FastA
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.start()
         yield
         state.queue.close()
+        state.reports.close()
 
     app = FastAPI(
         title="factscope",
@@ -94,7 +104,7 @@ def create_app(state: ServerState, allowed_hosts: Collection[str] = ()) -> FastA
     _add_page(app, state)
     app.include_router(trace_routes(state))
     app.include_router(edit_routes(state))
-    app.include_router(run_routes(state.runs, state.report_lock))
+    app.include_router(run_routes(state.runs, state.reports))
     app.add_middleware(
         SecurityMiddleware,  # pyright: ignore[reportArgumentType]
         allowed_hosts=["localhost", *allowed_hosts],
@@ -125,17 +135,23 @@ def _add_page(app: FastAPI, state: ServerState) -> None:
         """The model, the limits, and the settings of traces and edits."""
         return about_values
 
+    @app.get("/api/examples", tags=["page"])
+    async def get_examples() -> dict[str, Any]:
+        """Facts that the model knows, with its answer and the answer's probability."""
+        return {"examples": await asyncio.wrap_future(state.examples)}
+
     @app.get("/api/queue", tags=["page"])
-    async def get_queue() -> dict[str, int]:
-        """The number of jobs that wait or run."""
-        return {"jobs": len(state.queue), "max_jobs": state.limits.max_jobs}
+    async def get_queue(request: Request) -> dict[str, Any]:
+        """The number of jobs that wait or run, and the ids of the session's edits."""
+        edits = [stored.id for stored in state.sessions.edits(request.state.session)]
+        return {"jobs": len(state.queue), "max_jobs": state.limits.max_jobs, "edits": edits}
 
 
 def about(state: ServerState) -> dict[str, Any]:
-    """Model, limits, settings and examples, which the page loads at its start."""
+    """Model, limits and settings, which the page loads at its start."""
     lm, default = state.lm, rome_defaults(state.lm)
-    first = {fact.relation: fact for fact in reversed(everyday_facts())}  # of each relation
-    facts = [fact for fact in everyday_facts() if first[fact.relation] is fact]
+    layers = {"memit": memit_defaults(lm).layers}
+    first = state.first_trace.fact if state.first_trace else everyday_facts()[0]
     return {
         "version": metadata.version("factscope"),
         "model": lm.name,
@@ -149,6 +165,7 @@ def about(state: ServerState) -> dict[str, Any]:
             method: {
                 "name": editor_name(method),
                 "settings": describe_settings(editor(method), EDIT_SETTINGS),
+                "layers": layers.get(method, (default.layer,)),
             }
             for method in METHODS
         },
@@ -156,7 +173,8 @@ def about(state: ServerState) -> dict[str, Any]:
             kind: {"name": style.name, "colors": style.shades}
             for kind, style in KIND_STYLES.items()
         },
-        "examples": [{"prompt": f.text, "subject": f.subject} for f in facts[:MAX_EXAMPLES]],
+        "first": {"prompt": first.text, "subject": first.subject},
+        "first_is_traced": state.first_trace is not None,
         "has_runs": state.runs is not None,
     }
 

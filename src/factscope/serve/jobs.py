@@ -1,4 +1,4 @@
-"""The job queue: one worker thread runs all work on the model, one job at a time.
+"""Queues: one worker thread runs all work on the model, another one draws figures.
 
 A job sends events (dicts) to its client while it waits and runs; `EventStream` is the HTTP
 response that carries them. If the client disconnects, the job is cancelled: work checks that
@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 
@@ -23,6 +24,7 @@ from factscope.serve.security import error_to_dict
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Event = dict[str, Any]
 PROGRESS_INTERVAL = 0.1
 """Seconds between two progress events."""
@@ -39,6 +41,7 @@ class Job:
         self.session = session
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.cancelled = False  # if set, the job stops at its next check
+        self.error: Exception | None = None
         self._work = work
         self._loop = asyncio.get_running_loop()
         self._fraction, self._reported_at = 0.0, 0.0
@@ -71,6 +74,7 @@ class Job:
         except Exception as error:
             if not isinstance(error, FactscopeError):
                 log.exception("a job failed")
+            self.error = error
             self.send({"event": "error", "error": error_to_dict(error)})
 
 
@@ -104,6 +108,15 @@ class JobQueue:
             job.send({"event": "queued", "position": len(self._jobs) - 1})
             self._changed.notify()
         return job
+
+    async def finish(self, job: Job) -> None:
+        """Wait until the job is done; its exception is raised again."""
+        while await job.events.get() is not None:
+            pass
+        if job.error is not None:
+            raise job.error
+        if job.cancelled:
+            raise ServerBusy("the request was replaced by a newer one, or the server stops")
 
     def cancel(self, job: Job) -> None:
         """Remove a waiting job, or make the running job stop."""
@@ -140,6 +153,34 @@ class JobQueue:
     def _send_positions(self) -> None:
         for position, job in enumerate(self._jobs):
             job.send({"event": "queued", "position": position})
+
+
+class ReportQueue:
+    """One thread that reads runs and draws figures, one request at a time, in order of arrival.
+
+    matplotlib is not thread-safe; and a figure can take seconds, in which other requests must be
+    answered.
+    """
+
+    def __init__(self, max_reports: int) -> None:
+        self._max_reports = max_reports
+        self._count = 0  # of reports that wait or run
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="reports")
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """The result of work(*args); ServerBusy if too many reports wait."""
+        if self._count >= self._max_reports:
+            raise ServerBusy(f"{self._count} figures or tables are waiting; try again in a minute")
+        self._count += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, work, *args)
+        finally:
+            self._count -= 1
+
+    def close(self) -> None:
+        """Stop after the report that runs now."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class EventStream(StreamingResponse):

@@ -22,7 +22,9 @@ class ServerLimits:
     """Jobs that wait or run."""
     max_edits: Annotated[int, Ge(1)] = 12
     """Edits of one session."""
-    max_jobs_per_session: Annotated[int, INTERNAL] = 2
+    max_jobs_per_session: Annotated[int, INTERNAL] = 3
+    max_reports: Annotated[int, INTERNAL] = 24
+    """Figures and tables that wait or are drawn."""
     max_sessions: Annotated[int, INTERNAL] = 500
     """Sessions whose edits are stored; the least recently used one is dropped first."""
     max_traces: Annotated[int, INTERNAL] = 64
@@ -57,9 +59,9 @@ class ServerLimits:
             raise LimitExceeded(f"there are {len(texts)} {name}; give at most {self.max_prompts}")
         return tuple(self.check_text(name, text).strip() for text in texts if text.strip())
 
-    def check_tokens(self, tokens: int) -> None:
+    def check_tokens(self, tokens: int, what: str = "the prompt has") -> None:
         """Raise if a prompt has too many tokens."""
         if tokens > self.max_prompt_tokens:
             raise PromptTooLong(
-                f"the prompt has {tokens} tokens; shorten it to at most {self.max_prompt_tokens}"
+                f"{what} {tokens} tokens; shorten it to at most {self.max_prompt_tokens}"
             )

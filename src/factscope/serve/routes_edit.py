@@ -17,32 +17,42 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from factscope.data.readers import everyday_facts
 from factscope.editing.defaults import check_layer
-from factscope.editing.edit import Edit
+from factscope.editing.edit import Edit, EditChecks
 from factscope.editing.editor import Editor
 from factscope.editing.export import export_peft
 from factscope.editing.per_row import edited
 from factscope.errors import NotFound
-from factscope.evaluation.before_after import before_after, max_new_tokens
+from factscope.evaluation.before_after import (
+    before_after,
+    describe_checks,
+    generate_before_after,
+    max_new_tokens,
+)
 from factscope.evaluation.score import Query, score_queries
-from factscope.facts import Fact
 from factscope.lm.generate import generate_greedy, top_next_tokens
+from factscope.lm.hooks import hook_outputs
 from factscope.lm.tokens import encode
-from factscope.records import Prediction
+from factscope.records import EditRecord, Prediction, PromptChange
 from factscope.report.edits import edit_page
 from factscope.report.figures.edits import before_after_figure
 from factscope.report.labels import check_rows, display_token, weight_label
 from factscope.report.style import FIGURE_FORMATS, figure_bytes
+from factscope.serve.examples import (
+    suggest_generations,
+    suggest_neighbours,
+    suggest_paraphrases,
+)
 from factscope.serve.jobs import Job
-from factscope.serve.schemas import EditBody, PredictBody
+from factscope.serve.routes_trace import TOP_TOKENS
+from factscope.serve.schemas import EditBody, FactBody, PredictBody
 from factscope.serve.security import attachment
 from factscope.serve.sessions import ServerState, StoredEdit
 
-TOP_TOKENS = 5
-"""Number of most likely next tokens in a prediction."""
 EDIT_FRACTION = 0.7
 """Approximate fraction of an edit's time that the editor takes; the rest is its evaluation."""
+PREDICTION_PASSES = 40
+"""Approximate number of forward passes that predict the prompts before and after an edit."""
 CACHED_EDITORS = 2
 """Editors in the cache; each holds second moments, which can be large."""
 FILES = ["edit.safetensors", "adapter.zip", "record.json", "page.html",
@@ -66,22 +76,44 @@ def edit_routes(state: ServerState) -> APIRouter:
     @routes.post("/edits", response_class=Response)
     async def create_edit(body: EditBody, request: Request) -> Response:
         """Edit a fact. Streams events, one JSON object per line; the last has the edit."""
-        case, editor, session = body.case(limits), body.editor(), request.state.session
+        case, editor = body.case(limits), body.editor(lm.n_layers)
+        session = request.state.session
         if body.layer is not None:
             check_layer(lm, body.layer)
         sessions.check_capacity(session)
 
         def work(job: Job) -> None:
-            check_lengths([case.fact.text, *case.paraphrases, *case.neighbours])
+            check_lengths([case.fact.text, *case.paraphrases, *case.neighbours, *case.generations])
             edit = resolved(editor)(
                 lm, [case.fact], progress=lambda x: job.progress(EDIT_FRACTION * x)
             )
-            evaluated = replace(case, neighbours=case.neighbours or neighbours_for(case.fact))
-            record = before_after(lm, edit, evaluated, generation_tokens=limits.max_new_tokens)
+            texts = case.generations or (case.fact.text,)
+            # About one forward pass for each generated token, and a few for the predictions.
+            passes = 2 * len(texts) * limits.max_new_tokens + PREDICTION_PASSES
+            step = (1 - EDIT_FRACTION) / passes
+            with hook_outputs((lm.embed, lambda output: job.progress(step))):
+                record = before_after(lm, edit, case, generation_tokens=0)
+                generations = [
+                    generation
+                    for text in texts
+                    for generation in generate_before_after(lm, edit, [text], limits.max_new_tokens)
+                ]
+            checks = describe_checks(checks_of(edit, record))
+            record = replace(record, generations=tuple(generations), checks=checks)
             stored = sessions.store(session, edit, record, body.model_dump())
             job.send({"event": "edit", "edit": edit_to_dict(stored)})
 
         return state.stream(request, work)
+
+    @routes.post("/suggestions")
+    async def suggestions(body: FactBody) -> dict[str, Any]:
+        """Prompts to test an edit of a fact with, from the built-in facts of its relation."""
+        fact = body.fact(limits)
+        return {
+            "paraphrases": suggest_paraphrases(fact),
+            "neighbours": suggest_neighbours(fact),
+            "generations": suggest_generations(fact),
+        }
 
     @routes.get("/edits")
     def list_edits(request: Request) -> dict[str, Any]:
@@ -95,11 +127,14 @@ def edit_routes(state: ServerState) -> APIRouter:
         return {"removed": id}
 
     @routes.get("/edits/{ids}/{file}", response_class=Response)
-    def download_edit(ids: str, file: str, request: Request) -> Response:
+    async def download_edit(ids: str, file: str, request: Request) -> Response:
         """An edit as a file; the sum of several edits (ids 1,3) as an edit file or adapter."""
-        selected = sessions.select(request.state.session, ids.split(","))
-        with state.report_lock:
-            content = file_content(state, selected, file)
+        session = request.state.session
+        selected = sessions.select(session, ids.split(","))
+        if file == "adapter.zip":  # the edit's checks run the model
+            content = await state.compute(session, lambda: file_content(state, selected, file))
+        else:
+            content = await state.reports.run(file_content, state, selected, file)
         return attachment(content, f"edit-{'-'.join(e.id for e in selected)}-{file}")
 
     @routes.post("/predict", response_class=Response)
@@ -125,16 +160,6 @@ def edit_routes(state: ServerState) -> APIRouter:
         return state.stream(request, work)
 
     return routes
-
-
-def neighbours_for(fact: Fact, count: int = 6) -> tuple[str, ...]:
-    """Prompts about other subjects: everyday facts with the same prompt, then one per relation."""
-    others = [
-        f for f in everyday_facts() if f.subject not in fact.text and fact.subject not in f.text
-    ]
-    same_prompt = [f.text for f in others if f.prompt == fact.prompt]
-    by_relation = {f.relation: f.text for f in reversed(others)}
-    return tuple(dict.fromkeys([*same_prompt, *by_relation.values()]))[:count]
 
 
 # ---- predictions
@@ -200,9 +225,11 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "old": record.true,
         "method": record.method,
         "changed_weights": [weight_label(weight) for weight in record.changed_weights],
+        "verdict": checks.verdict if (checks := checks_of(stored.edit, record)) else None,
         "prompts": [
             {
                 **vars(prompt),
+                "changed": is_changed(prompt),
                 "before": prediction_to_dict(prompt.before),
                 "after": prediction_to_dict(prompt.after),
             }
@@ -212,6 +239,20 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "checks": [vars(row) for row in check_rows(record.checks)] if record.checks else [],
         "complaints": list(record.checks.get("complaints", [])),
     }
+
+
+def is_changed(prompt: PromptChange) -> bool:
+    """Whether the edit changes the most likely next token."""
+    return prompt.before.top != prompt.after.top
+
+
+def checks_of(edit: Edit, record: EditRecord) -> EditChecks | None:
+    """The edit's checks; if more of the neighbours shown here changed, their fraction counts."""
+    changed = [is_changed(prompt) for prompt in record.of_kind("neighbour")]
+    if edit.checks is None or not changed:
+        return edit.checks
+    most = max(edit.checks.neighbours_changed or 0.0, sum(changed) / len(changed))
+    return replace(edit.checks, neighbours_changed=most)
 
 
 def file_content(state: ServerState, selected: Sequence[StoredEdit], file: str) -> bytes:

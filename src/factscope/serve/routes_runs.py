@@ -3,16 +3,17 @@
 The run name in a request is looked up in the list of runs; it never becomes a path.
 """
 
-import threading
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from matplotlib.figure import Figure
 
-from factscope.analysis.effects import average_kinds
-from factscope.analysis.metrics import Summary, merge_runs, summarize
+from factscope.analysis.effects import average_kinds, trace_warnings
+from factscope.analysis.metrics import DEFINITIONS, Summary, merge_runs, summarize
 from factscope.errors import BadRecord, BadSetting, FactscopeError, NotFound
 from factscope.records import CaseRecord, TraceRecord
 from factscope.report.evaluations import by_model_and_data, collect_samples, evaluation_tables
@@ -22,12 +23,16 @@ from factscope.report.figures import (
     distributions_figure,
     scores_figure,
     sweep_figure,
+    traces_figure,
 )
-from factscope.report.labels import printable
-from factscope.report.style import figure_bytes
+from factscope.report.labels import display_token, printable
+from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.report.sweeps import sweep_table
 from factscope.report.tables import (
     Table,
+    as_csv,
+    as_latex,
+    as_markdown,
     cell_mark,
     cell_text,
     effects_table,
@@ -36,6 +41,8 @@ from factscope.report.tables import (
 )
 from factscope.runs.folder import RunFolder
 from factscope.runs.sweep import read_sweep
+from factscope.serve.jobs import ReportQueue
+from factscope.serve.security import attachment, error_to_dict, media_type
 
 MAX_RUNS = 200
 """Runs in the list."""
@@ -47,6 +54,19 @@ MAX_COMPARED = 12
 """Runs in one request."""
 CACHE_SIZE = 4
 """Runs whose records, and comparisons whose summaries, are cached."""
+CACHED_FIGURES = 64
+COMMANDS = ("trace", "evaluate", "sweep")
+"""Commands whose runs are shown."""
+TABLE_FORMATS = {"csv": as_csv, "tex": as_latex, "md": as_markdown}
+HELP = {
+    **DEFINITIONS,
+    "AIE": "Average indirect effect: how much of the answer's probability restoring the cell "
+    "brings back, on average over facts.",
+    "of total effect": "AIE as a fraction of the average total effect, which is the drop of the "
+    "answer's probability by the corruption.",
+    "failed": "Cases whose edit failed.",
+}
+"""Definitions of columns."""
 
 RunNames = Annotated[list[str], Query(max_length=64)]
 Stamp = tuple[str, int, int]
@@ -72,7 +92,9 @@ class RunLibrary:
                 path = spec.parent
                 inside = path.resolve().is_relative_to(root)  # a symbolic link may lead outside
                 if inside and path.parent.name != "points" and len(runs) < MAX_RUNS:
-                    runs[path.relative_to(root).as_posix()] = RunFolder(path)
+                    name = os.fsencode(path.relative_to(root).as_posix())
+                    # Names of files need not be UTF-8.
+                    runs[name.decode(errors="backslashreplace")] = RunFolder(path)
         return runs
 
     def find(self, names: Sequence[str], *commands: str) -> dict[str, RunFolder]:
@@ -126,41 +148,63 @@ class RunLibrary:
 
 
 def stamp(name: str, run: RunFolder) -> Stamp:
-    """The cache key of a run's records."""
-    if not run.records_path.is_file():
-        return name, 0, 0
-    status = run.records_path.stat()
-    return name, status.st_mtime_ns, status.st_size
+    """The cache key of a run's records; a sweep has those of its points."""
+    files = [run.records_path, *run.path.glob("points/*/records.jsonl")]
+    statuses = [file.stat() for file in files if file.is_file()]
+    latest = max((status.st_mtime_ns for status in statuses), default=0)
+    return name, latest, sum(status.st_size for status in statuses)
 
 
-def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
-    """Routes of runs. Records are read and figures drawn while the lock is held."""
+def run_routes(folder: Path | None, reports: ReportQueue) -> APIRouter:
+    """Routes of runs. Records are read and figures drawn in the queue of reports."""
     routes = APIRouter(prefix="/api", tags=["compare"])
     runs = RunLibrary(folder)
 
+    @lru_cache(CACHED_FIGURES)
+    def cached_figure(stamps: tuple[Stamp, ...], file: str) -> bytes:
+        return draw_figure(runs, [name for name, _, _ in stamps], file)
+
+    def figure_content(names: Sequence[str], file: str) -> bytes:
+        found = runs.find(names, *COMMANDS)
+        return cached_figure(tuple(stamp(name, run) for name, run in found.items()), file)
+
     @routes.get("/runs")
-    def list_runs() -> dict[str, Any]:
+    async def list_runs() -> dict[str, Any]:
         """The runs in the folder."""
-        return {"runs": [run_to_dict(name, folder) for name, folder in runs.all().items()]}
+
+        def listed() -> list[dict[str, Any]]:
+            return [run_to_dict(name, run) for name, run in runs.all().items()]
+
+        return {"runs": await reports.run(listed)}
 
     @routes.get("/tables")
-    def tables(run: RunNames) -> dict[str, Any]:
+    async def tables(run: RunNames) -> dict[str, Any]:
         """The tables of one run or of several evaluations, and the names of their figures."""
-        with lock:
-            return tables_and_figures(runs, run)
+        return await reports.run(tables_and_figures, runs, run)
 
-    @routes.get("/figures/{name}", response_class=Response)
-    def figure(name: str, run: RunNames) -> Response:
-        """A figure of the runs as SVG."""
-        with lock:
-            content = draw_figure(runs, run, name)
-        return Response(content, media_type="image/svg+xml", headers={"cache-control": "no-store"})
+    @routes.get("/tables/{file}", response_class=Response)
+    async def table(file: str, run: RunNames) -> Response:
+        """A table as a file: 0.csv is the first one in CSV, 0.tex in LaTeX, 0.md in Markdown."""
+        content = await reports.run(table_content, runs, run, file)
+        return attachment(content, f"table-{file}")
+
+    @routes.get("/figures/{file}", response_class=Response)
+    async def figure(file: str, run: RunNames) -> Response:
+        """A figure as a file, such as lines.svg or fact-3.png."""
+        content = await reports.run(figure_content, run, file)
+        headers = {"cache-control": "no-store"}
+        return Response(content, media_type=media_type(file), headers=headers)
+
+    @routes.get("/facts")
+    async def facts(run: Annotated[str, Query(max_length=4000)]) -> dict[str, Any]:
+        """The facts of a run of traces; fact-0.svg is the figure of the first."""
+        records = await reports.run(runs.traces, run)
+        return {"facts": [fact_to_dict(number, r) for number, r in enumerate(records)]}
 
     @routes.get("/cases")
-    def cases(run: RunNames) -> dict[str, Any]:
+    async def cases(run: RunNames) -> dict[str, Any]:
         """The cases with generated texts."""
-        with lock:
-            found = collect_samples(runs.cases(run), count=10_000)
+        found = await reports.run(lambda: collect_samples(runs.cases(run), count=10_000))
         return {
             "cases": [
                 {
@@ -175,10 +219,9 @@ def run_routes(folder: Path | None, lock: threading.Lock) -> APIRouter:
         }
 
     @routes.get("/samples")
-    def samples(run: RunNames, case: Annotated[str, Query(max_length=200)]) -> dict[str, Any]:
+    async def samples(run: RunNames, case: Annotated[str, Query(max_length=200)]) -> dict[str, Any]:
         """The texts of a case before the edit and after each method, in highlighted segments."""
-        with lock:
-            found = collect_samples(runs.cases(run), [case])
+        found = await reports.run(lambda: collect_samples(runs.cases(run), [case]))
         return {
             "samples": [
                 {
@@ -201,57 +244,101 @@ def run_to_dict(name: str, run: RunFolder) -> dict[str, Any]:
     try:
         spec = run.spec()
     except (FactscopeError, OSError) as error:
-        return {"name": name, "error": printable(str(error))}
+        return {"name": name, "error": error_to_dict(error)["message"]}
     settings = {key: spec.get(key) for key in ("model", "method", "data", "protocol", "limit")}
     return {"name": name, "command": run.command, **settings, "bytes": stamp(name, run)[2]}
 
 
+def fact_to_dict(number: int, record: TraceRecord) -> dict[str, Any]:
+    """A traced fact in the list."""
+    return {
+        "number": number,
+        "text": printable(record.fact.text),
+        "answer": display_token(record.answer),
+        "known": record.known,
+        "clean": record.clean,
+        "corrupted": record.corrupted,
+        "warnings": [printable(warning) for warning in trace_warnings(record)],
+    }
+
+
 def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
     """The tables of runs, and the names of their figures."""
-    run = runs.find(names, "trace", "evaluate", "sweep")[names[0]]
-    command = run.command
-    if command != "evaluate" and len(names) > 1:
-        raise BadSetting(f"only evaluations can be compared; choose one run of {command}")
-    if command == "evaluate":
-        rows = runs.summaries(names)
-        tables = evaluation_tables(rows)
-        scores = [f"scores-{i}" for i in range(len(by_model_and_data(rows)))]
-        figures = [*scores, "distributions"]
-    elif command == "sweep":
-        tables, figures = [sweep_table(read_sweep(run.path))], ["sweep"]
-    else:
-        averages = average_kinds(runs.traces(names[0]))
-        tables = [summary_table(averages), effects_table(averages)]
-        figures = ["heatmaps", "lines"]
+    command, tables = tables_of(runs, names)
+    figures = {"sweep": ["sweep"], "trace": ["heatmaps", "lines"]}.get(command)
+    if figures is None:
+        groups = by_model_and_data(runs.summaries(names))
+        figures = [*(f"scores-{i}" for i in range(len(groups))), "distributions"]
     return {"command": command, "tables": [table_to_dict(t) for t in tables], "figures": figures}
 
 
-def draw_figure(runs: RunLibrary, names: Sequence[str], name: str) -> bytes:
-    """A figure of `tables_and_figures` as SVG."""
-    figure = None
-    kind, _, number = name.partition("-")
-    if kind == "scores" and number.isdecimal() and len(number) < 4:
-        groups = by_model_and_data(runs.summaries(names))
-        if int(number) < len(groups):
-            figure = scores_figure(groups[int(number)])
-    elif name == "distributions":
-        figure = distributions_figure(runs.cases(names))
-    elif name == "sweep":
-        figure = sweep_figure(read_sweep(runs.find(names, "sweep")[names[0]].path))
-    elif name in ("heatmaps", "lines") and len(names) == 1:
-        averages = average_kinds(runs.traces(names[0]))
-        figure = (average_heatmaps if name == "heatmaps" else average_lines)(averages)
+def tables_of(runs: RunLibrary, names: Sequence[str]) -> tuple[str, list[Table]]:
+    """The command of the runs, and their tables."""
+    run = runs.find(names, *COMMANDS)[names[0]]
+    command = run.command
+    if command != "evaluate" and len(names) > 1:
+        raise BadSetting(f"only evaluations have tables together; choose one run of {command}")
+    if command == "evaluate":
+        return command, evaluation_tables(runs.summaries(names))
+    if command == "sweep":
+        return command, [sweep_table(read_sweep(run.path))]
+    averages = average_kinds(runs.traces(names[0]))
+    return command, [summary_table(averages), effects_table(averages)]
+
+
+def table_content(runs: RunLibrary, names: Sequence[str], file: str) -> bytes:
+    """A table of `tables_of` as a file."""
+    number, _, kind = file.partition(".")
+    _, tables = tables_of(runs, names)
+    if kind not in TABLE_FORMATS or number not in map(str, range(len(tables))):
+        raise NotFound(
+            f"these runs have no table {file[:40]!r}; choose from 0 to {len(tables) - 1} as "
+            f"{', '.join(TABLE_FORMATS)}"
+        )
+    return TABLE_FORMATS[kind](tables[int(number)]).encode(errors="replace")
+
+
+def draw_figure(runs: RunLibrary, names: Sequence[str], file: str) -> bytes:
+    """A figure of `tables_and_figures`, or of one traced fact."""
+    name, _, kind = file.partition(".")
+    figure = find_figure(runs, names, name) if kind in FIGURE_FORMATS else None
     if figure is None:
-        raise NotFound(f"these runs have no figure {name[:40]!r}")
-    return figure_bytes(figure, "svg")
+        raise NotFound(f"these runs have no figure {file[:40]!r}")
+    return figure_bytes(figure, kind)
+
+
+def find_figure(runs: RunLibrary, names: Sequence[str], name: str) -> Figure | None:
+    """The figure of that name, or None."""
+    kind, _, digits = name.partition("-")
+    number = int(digits) if digits.isdecimal() and len(digits) < 7 else None
+    if kind == "scores" and number is not None:
+        groups = by_model_and_data(runs.summaries(names))
+        return scores_figure(groups[number]) if number < len(groups) else None
+    if name == "distributions":
+        return distributions_figure(runs.cases(names))
+    if name == "sweep":
+        return sweep_figure(read_sweep(runs.find(names, "sweep")[names[0]].path))
+    if len(names) > 1:
+        return None
+    if kind == "fact" and number is not None:
+        records = runs.traces(names[0])
+        return traces_figure(records[number]) if number < len(records) else None
+    if name in ("heatmaps", "lines"):
+        averages = average_kinds(runs.traces(names[0]))
+        return (average_heatmaps if name == "heatmaps" else average_lines)(averages)
+    return None
 
 
 def table_to_dict(table: Table) -> dict[str, Any]:
-    """A table with all cells as text."""
+    """A table with all cells as text; columns of metrics have a definition."""
     return {
         "title": table.title,
         "columns": [
-            {"name": name, "numeric": not is_text_column(table, i)}
+            {
+                "name": name,
+                "numeric": not is_text_column(table, i),
+                "help": HELP.get(name.removesuffix(" ↑").removesuffix(" ↓")),
+            }
             for i, name in enumerate(table.columns)
         ],
         "rows": [

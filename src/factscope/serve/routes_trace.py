@@ -1,24 +1,33 @@
 """Traces: stream the cells of a trace while it is computed; download figures and records."""
 
 import json
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from factscope.analysis.effects import strongest_subject_cell, trace_warnings
+from factscope.editing.per_row import edited
 from factscope.errors import NotFound
-from factscope.lm.tokens import encode_fact
-from factscope.records import TraceRecord
+from factscope.lm.generate import top_next_tokens
+from factscope.lm.tokens import encode, encode_fact
+from factscope.records import Lens, TraceRecord
 from factscope.report.figures import gradients_figure, severed_detail, traces_figure
-from factscope.report.labels import display_token, token_labels
+from factscope.report.labels import display_token, printable, token_labels
 from factscope.report.style import FIGURE_FORMATS, figure_bytes
 from factscope.report.traces import trace_page
+from factscope.serve.examples import suggest_replacement
 from factscope.serve.jobs import Job
-from factscope.serve.schemas import TraceBody
+from factscope.serve.schemas import PromptBody, TraceBody
 from factscope.serve.security import attachment
 from factscope.serve.sessions import TABLE_FIELDS, ServerState
 from factscope.tracing.stream import CellUpdate, stream_trace
 
+TOP_TOKENS = 5
+"""Most likely next tokens that are shown."""
 FIGURES = {"figure": traces_figure, "severed": severed_detail, "gradients": gradients_figure}
 FILES = ["record.json", "page.html", *(f"{f}.{kind}" for f in FIGURES for kind in FIGURE_FORMATS)]
 
@@ -31,7 +40,14 @@ def trace_routes(state: ServerState) -> APIRouter:
     async def create_trace(body: TraceBody, request: Request) -> Response:
         """Trace a fact. Streams events, one JSON object per line."""
         fact, settings = body.fact(state.limits), body.tracing(state.limits)
-        name, tables = state.traces.name(fact, settings), body.table_names()
+        session, tables = request.state.session, body.table_names()
+        edits = [stored.edit for stored in state.sessions.select(session, body.edits)]
+        of_session = [session, *body.edits] if body.edits else []
+        answer = body.traced_answer(state.limits)
+        if settings.corruption.replaces_tokens and fact.replacement is None:
+            # If there is none, the trace says so.
+            fact = replace(fact, replacement=suggest_replacement(state.lm, fact))
+        name = state.traces.name(fact, settings, of_session, answer)
         cached = state.traces.get(name)
         if cached is not None and all(kind in getattr(cached, field) for field, kind in tables):
             line = json.dumps(record_event(name, cached), allow_nan=False) + "\n"
@@ -39,51 +55,110 @@ def trace_routes(state: ServerState) -> APIRouter:
 
         def work(job: Job) -> None:
             state.limits.check_tokens(len(encode_fact(state.lm, fact)[0]))
+            if answer is not None:
+                tokens = len(encode(state.lm, f"{fact.text} {answer}"))
+                state.limits.check_tokens(tokens, "prompt and answer have")
             record: TraceRecord | None = None
-            for update in stream_trace(
-                state.lm, fact, settings, memory=state.trace_memory, only=tables,
-                progress=job.progress,
-            ):  # fmt: skip
-                job.check()
-                if isinstance(update, CellUpdate):
-                    job.send({"event": "cells", **asdict(update)})
-                    continue
-                if record is None:
-                    job.send({"event": "baseline", **baseline(update)})
-                record = update
+            with edited(state.lm, [reduce(add, edits)]) if edits else nullcontext():
+                for update in stream_trace(
+                    state.lm, fact, settings, memory=state.trace_memory, only=tables,
+                    progress=job.progress, answer=answer,
+                ):  # fmt: skip
+                    job.check()
+                    if isinstance(update, CellUpdate):
+                        job.send({"event": "cells", **asdict(update)})
+                        continue
+                    if record is None:
+                        job.send({"event": "baseline", **baseline(update)})
+                    record = update
             assert record is not None
             job.send(record_event(name, state.traces.store(name, record)))
 
         return state.stream(request, work)
 
     @routes.get("/traces/{name}/{file}", response_class=Response)
-    def download_trace(name: str, file: str) -> Response:
+    async def download_trace(name: str, file: str) -> Response:
         """A trace as a figure, a page or a record."""
         record = state.traces.get(name)
         if record is None:
             raise NotFound(f"the trace {name[:40]!r} is no longer stored; trace the fact again")
-        with state.report_lock:
-            return attachment(file_content(record, file), f"trace-{name[:8]}-{file}")
+        content = await state.reports.run(file_content, record, file)
+        return attachment(content, f"trace-{name[:8]}-{file}")
+
+    latest: dict[str, Job] = {}  # of each session
+
+    @routes.post("/next-tokens")
+    async def next_tokens(body: PromptBody, request: Request) -> dict[str, Any]:
+        """A prompt's tokens (spans of characters), and the most likely next tokens.
+
+        A newer request of the same session replaces one that still waits.
+        """
+        text, session = state.limits.check_text("prompt", body.prompt), request.state.session
+        prompt = encode(state.lm, text)
+        state.limits.check_tokens(len(prompt))
+        if session in latest:
+            state.queue.cancel(latest[session])
+
+        top: list[tuple[str, float]] = []
+        latest[session] = job = state.queue.submit(
+            session, lambda job: top.extend(top_next_tokens(state.lm, text, TOP_TOKENS))
+        )
+        try:
+            await state.queue.finish(job)
+        finally:
+            if latest.get(session) is job:
+                del latest[session]
+        spans = [{"start": start, "stop": stop} for start, stop in prompt.offsets]
+        return {
+            "tokens": [span for span in spans if span["start"] < span["stop"]],
+            "next": [{"token": display_token(token), "p": p} for token, p in top],
+        }
 
     return routes
 
 
 def baseline(record: TraceRecord) -> dict[str, Any]:
-    """The results of the clean and the corrupted run."""
+    """The results of the clean and the corrupted run.
+
+    `replacement` is the subject of the corrupted run, or None with noise.
+    """
+    replaced = record.settings["corruption"]["distribution"] == "tokens"
     return {
+        "replacement": printable(record.fact.replacement or "") if replaced else None,
         "labels": token_labels(record),
         "subject": record.subject,
         "answer": display_token(record.answer),
         "clean": record.clean,
         "corrupted": record.corrupted,
         "samples": len(record.corrupted_samples),
+        "warnings": [printable(warning) for warning in trace_warnings(record)],
     }
 
 
 def record_event(name: str, record: TraceRecord) -> dict[str, Any]:
-    """The last event of a trace: all results, and the name for downloads."""
+    """The last event of a trace: all results, and the name for downloads.
+
+    `strongest` is the subject's cell with the highest effect in each table.
+    """
     tables = {field: getattr(record, field) for field in TABLE_FIELDS}
-    return {"event": "record", "name": name, **baseline(record), "tables": tables}
+    tables["lens"] = {run: lens_to_dict(lens) for run, lens in record.lens.items()}
+    strongest = {
+        kind: dict(zip(("token", "layer", "effect"), cell, strict=True))
+        for kind, cell in ((kind, strongest_subject_cell(record, kind)) for kind in record.restored)
+    }
+    return {
+        "event": "record", "name": name, **baseline(record), "tables": tables,
+        "strongest": strongest,
+    }  # fmt: skip
+
+
+def lens_to_dict(lens: Lens) -> dict[str, Any]:
+    """The answer's probability, and the most likely tokens, of every state."""
+    top = [
+        [[{"token": display_token(token), "p": p} for token, p in cell] for cell in row]
+        for row in lens.top
+    ]
+    return {"answer": lens.answer, "top": top}
 
 
 def file_content(record: TraceRecord, file: str) -> bytes:

@@ -18,6 +18,7 @@ from factscope.editing.settings import editor
 from factscope.errors import BadFact, BadSetting, LimitExceeded
 from factscope.facts import Case, Fact
 from factscope.records import KINDS
+from factscope.serve.examples import suggest_neighbours
 from factscope.serve.limits import ServerLimits
 from factscope.settings import build, settings_of
 from factscope.tracing.settings import Corruption, Tracing
@@ -33,11 +34,21 @@ Method = Literal["rome", "r-rome", "memit"]
 TRACE_SETTINGS: tuple[str, ...] = get_args(TraceSetting)
 EDIT_SETTINGS: tuple[str, ...] = get_args(EditSetting)
 METHODS: tuple[str, ...] = get_args(Method)
+MAX_LAYERS = 10
+"""Layers that MEMIT edits in one request."""
+
+PAGE_TABLES = {
+    name: table
+    for name, table in TABLES.items()
+    if table[0] in ("restored", "severed", "gradients", "lens")
+}
+"""Tables that a request may name."""
 
 # Bounds of any request, whatever the limits of the server.
 Text = Annotated[str, Field(max_length=4000)]
 Texts = Annotated[list[Text], Field(max_length=64)]
 Integer = Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]  # exact in JavaScript
+EditIds = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=64)]
 Value = bool | Integer | float | Annotated[str, Field(max_length=40)]
 
 
@@ -84,10 +95,15 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class FactBody(Body):
-    """A prompt and the subject in it."""
+class PromptBody(Body):
+    """A prompt."""
 
     prompt: Text
+
+
+class FactBody(PromptBody):
+    """A prompt and the subject in it."""
+
     subject: Text
     occurrence: Integer | None = None
     """Which occurrence of the subject in the prompt, from 1; by default the last."""
@@ -103,16 +119,32 @@ class TraceBody(FactBody):
     """A fact to trace."""
 
     tables: Annotated[list[Text], Field(max_length=64)] = list(KINDS)
-    """Tables to compute: states, mlp, attn, states severed mlp, gradients states, …"""
+    """Tables to compute: states, mlp, attn, states severed mlp, gradients states, lens clean, …"""
     settings: dict[TraceSetting, Value] = {}
+    answer: Text | None = None
+    """Answer to trace; by default the most likely next token."""
+    replacement: Text | None = None
+    """The subject of the corrupted run, if the distribution is tokens; by default a subject of the
+    same relation with as many tokens."""
+    edits: EditIds = []
+    """Ids of the session's edits to apply to the model."""
+
+    def fact(self, limits: ServerLimits, target: str | None = None) -> Fact:
+        """The fact with its replacement."""
+        replacement = limits.check_text("replacement", self.replacement or "").strip()
+        return replace(super().fact(limits, target), replacement=replacement or None)
 
     def table_names(self) -> set[tuple[str, str]]:
         """For each table its field in a `TraceRecord` and the key in that field."""
-        unknown = [name for name in self.tables if name not in TABLES]
+        unknown = [name for name in self.tables if name not in PAGE_TABLES]
         if unknown or not self.tables:
             value = repr(unknown[0][:80]) if unknown else "empty"
-            raise BadSetting(f"tables is {value}; choose from {', '.join(TABLES)}")
-        return {TABLES[name] for name in self.tables}
+            raise BadSetting(f"tables is {value}; choose from {', '.join(PAGE_TABLES)}")
+        return {PAGE_TABLES[name] for name in self.tables}
+
+    def traced_answer(self, limits: ServerLimits) -> str | None:
+        """The answer to trace; None for the most likely next token."""
+        return limits.check_text("answer", self.answer or "").strip() or None
 
     def tracing(self, limits: ServerLimits) -> Tracing:
         """The settings that compute these tables."""
@@ -120,12 +152,13 @@ class TraceBody(FactBody):
         if (samples := given.corruption.samples) > limits.max_samples:
             raise LimitExceeded(f"samples is {samples}; give at most {limits.max_samples}")
         tables = self.table_names()
-        kinds = {kind for field, kind in tables if field != "severed"}
+        kinds = {kind for field, kind in tables if field in ("restored", "gradients")}
         return replace(
             given,
             kinds=tuple(kind for kind in KINDS if kind in kinds),
             sever=tuple(module for module in ("attn", "mlp") if ("severed", module) in tables),
             gradients=any(field == "gradients" for field, _ in tables),
+            lens=any(field == "lens" for field, _ in tables),
         )
 
 
@@ -135,40 +168,66 @@ class EditBody(FactBody):
     target: Text
     """The new object."""
     layer: Integer | None = None
-    """Layer to edit; by default the model's."""
+    """Layer to edit; by default the model's. MEMIT takes `layers` instead."""
+    layers: Annotated[list[Integer], Field(min_length=2, max_length=2)] | None = None
+    """First and last layer of the range that MEMIT edits; by default the model's."""
     method: Method = "rome"
     without_statistics: bool = False
     """Edit with C = I, for layers without a second moment on this machine."""
     settings: dict[EditSetting, Value] = {}
     paraphrases: Texts = []
     neighbours: Texts = []
+    """Prompts about other subjects; by default suggested ones."""
+    generations: Texts = []
+    """Prompts to continue before and after the edit; by default the fact's own."""
+    from_link: bool = False
+    """Whether the page made this edit from the link of another session; it is listed apart."""
 
     def case(self, limits: ServerLimits) -> Case:
         """The edited fact and the prompts to evaluate it with."""
         target = limits.check_text("new object", self.target).strip()
         if not target:
             raise BadFact("the new object is empty; give the answer that the model should predict")
+        fact = self.fact(limits, target)
+        neighbours = limits.check_prompts("neighbours", self.neighbours)
         return Case(
-            fact=self.fact(limits, target),
+            fact=fact,
             paraphrases=limits.check_prompts("paraphrases", self.paraphrases),
-            neighbours=limits.check_prompts("neighbours", self.neighbours),
+            neighbours=neighbours or suggest_neighbours(fact),
+            generations=limits.check_prompts("generations", self.generations),
         )
 
-    def editor(self) -> Editor:
-        """The editing method with its settings."""
+    def editor(self, n_layers: int) -> Editor:
+        """The editing method with its settings, for a model with that many layers."""
         layer: dict[str, Any] = {"layer": self.layer}
         if self.method == "memit":
-            layer = {"layers": None if self.layer is None else (self.layer,)}
+            layer = {"layers": self._layers(n_layers)}
+        elif self.layers is not None:
+            raise BadSetting(f"layers is for memit; give {self.method} one layer as layer")
         second_moment = "identity" if self.without_statistics else None
         base = editor(self.method, second_moment=second_moment, **layer)
         return apply_settings(base, self.settings)
+
+    def _layers(self, n_layers: int) -> tuple[int, ...] | None:
+        """The layers that MEMIT edits; None for the model's default."""
+        if self.layer is not None:
+            raise BadSetting("layer is for one layer; give memit layers, such as [4, 8]")
+        if self.layers is None:
+            return None
+        first, last = self.layers
+        if not 0 <= first <= last < n_layers or last - first >= MAX_LAYERS:
+            raise BadSetting(
+                f"layers is {first} to {last}; give a range of at most {MAX_LAYERS} of the layers "
+                f"0 to {n_layers - 1}"
+            )
+        return tuple(range(first, last + 1))
 
 
 class PredictBody(Body):
     """Prompts to continue with the unedited model and with some of the session's edits."""
 
     prompts: Texts = []
-    edits: Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=64)] = []
+    edits: EditIds = []
     """Ids of the edits to apply."""
     max_new_tokens: Integer | None = None
     """Tokens of a continuation; by default the server's limit."""

@@ -26,6 +26,7 @@ from factscope.errors import (
     ServerBusy,
 )
 from factscope.lm.memory import is_out_of_memory
+from factscope.report.labels import printable
 
 COOKIE = "factscope"
 """Name of the session cookie; its value is a random id."""
@@ -47,6 +48,8 @@ BODY_TIMEOUT = 10.0
 MAX_DISCARDED_BYTES = 2**20
 """A body that is too large is read and discarded up to this size: a client whose connection is
 closed while it sends does not see the error message."""
+FOLDERS = re.compile(r"(?<![\w.:/~])(?!/api/|/static/)~?/(?:[^/\n'\"`;:,()]+/)+(?=[^/\s])")
+"""The folders in an absolute path, but not the path of a URL; the name of the file stays."""
 SAFE_METHODS = ("GET", "HEAD")
 MIME_TYPES = MimeTypes(filenames=())  # independent of the machine's table of types
 STATUSES = {NotFound: 404, ForbiddenOrigin: 403, ServerBusy: 503, FactscopeError: 422}
@@ -150,9 +153,10 @@ def check_origin(method: str, path: str, headers: Mapping[str, str]) -> None:
 def error_to_dict(error: Exception) -> dict[str, str]:
     """The kind and message of an error. Only messages of our own errors reach the client."""
     if isinstance(error, FactscopeError):
-        # A lone surrogate of the request cannot be encoded.
-        message = str(error).encode(errors="replace").decode()
-        return {"kind": type(error).__name__, "message": message}
+        # A lone surrogate cannot be encoded; folders of the server are nobody's business.
+        message = FOLDERS.sub("", str(error)).encode(errors="replace").decode()
+        message = re.sub(r" \(--[a-z-]+\)", "", message)  # the page has no flags
+        return {"kind": type(error).__name__, "message": printable(message)}
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         message = "the server is out of memory; try fewer samples, prompts or tokens"
         return {"kind": OutOfMemory.__name__, "message": message}

@@ -9,9 +9,10 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -21,11 +22,15 @@ from factscope.facts import Fact
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.model import LM
 from factscope.records import KINDS, EditRecord, TraceRecord
-from factscope.serve.jobs import EventStream, Job, JobQueue
+from factscope.serve.examples import find_examples, first_trace
+from factscope.serve.jobs import EventStream, Job, JobQueue, ReportQueue
 from factscope.serve.limits import ServerLimits
+from factscope.serve.schemas import default_tracing
 from factscope.tracing.settings import Tracing
 
-TABLE_FIELDS = ("restored", "severed", "gradients")
+T = TypeVar("T")
+
+TABLE_FIELDS = ("restored", "severed", "gradients", "lens")
 """The fields of a `TraceRecord` that hold tables."""
 CPU_TRACE_MEMORY = 2**28
 """Bytes that a trace may allocate on the CPU, besides the model."""
@@ -100,16 +105,23 @@ class Sessions:
 class Traces:
     """Cache of finished traces. The least recently used one is dropped first."""
 
-    def __init__(self, max_traces: int) -> None:
+    def __init__(self, max_traces: int, shipped: TraceRecord | None, settings: Tracing) -> None:
+        """`shipped` is a trace with these settings that is never dropped."""
         self._max_traces = max_traces
+        self._shipped = {self.name(shipped.fact, settings): shipped} if shipped else {}
         self._records: OrderedDict[str, TraceRecord] = OrderedDict()
         self._lock = threading.Lock()
 
     @staticmethod
-    def name(fact: Fact, settings: Tracing) -> str:
-        """The cache key: a hash of fact and settings, whichever tables are computed."""
-        settings = replace(settings, kinds=KINDS, sever=(), gradients=False)
-        key = json.dumps([asdict(fact), settings.to_dict()], sort_keys=True)
+    def name(
+        fact: Fact, settings: Tracing, edits: Sequence[str] = (), answer: str | None = None
+    ) -> str:
+        """The cache key: a hash of fact, settings, edits and answer, whichever tables are
+        computed."""
+        fact = replace(fact, target=None, id=None, relation=None)
+        settings = replace(settings, kinds=KINDS, sever=(), gradients=False, lens=False)
+        values = [asdict(fact), settings.to_dict(), list(edits), answer]
+        key = json.dumps(values, sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()[:24]
 
     def get(self, name: str) -> TraceRecord | None:
@@ -117,17 +129,18 @@ class Traces:
         with self._lock:
             if name in self._records:
                 self._records.move_to_end(name)
-            return self._records.get(name)
+            return self._records.get(name) or self._shipped.get(name)
 
     def store(self, name: str, record: TraceRecord) -> TraceRecord:
         """Store a trace, merged with the tables that are stored under the same name."""
         with self._lock:
-            if old := self._records.pop(name, None):
+            if old := self._records.pop(name, None) or self._shipped.get(name):
                 tables = {f: {**getattr(old, f), **getattr(record, f)} for f in TABLE_FIELDS}
                 listed = {
                     "kinds": tuple(tables["restored"]),
                     "sever": tuple(tables["severed"]),
                     "gradients": bool(tables["gradients"]),
+                    "lens": bool(tables["lens"]),
                 }
                 record = replace(old, **tables, settings={**old.settings, **listed})
             self._records[name] = record
@@ -146,14 +159,34 @@ class ServerState:
         self.lm, self.runs = lm, runs
         self.limits = limits or ServerLimits()
         self.sessions = Sessions(self.limits)
-        self.traces = Traces(self.limits.max_traces)
-        # matplotlib is not thread-safe: held while figures are drawn or runs are read.
-        self.report_lock = threading.Lock()
+        settings = default_tracing(self.limits)
+        self.first_trace = first_trace(lm, settings)
+        self.traces = Traces(self.limits.max_traces, self.first_trace, settings)
+        self.examples: Future[list[dict[str, Any]]] = Future()
+        self.reports = ReportQueue(self.limits.max_reports)
         self.trace_memory = CPU_TRACE_MEMORY if lm.device.type == "cpu" else None
         # Every forward pass checks whether its job was cancelled.
         self.queue = JobQueue(
             self.limits, lambda job: hook_outputs((lm.embed, lambda output: job.check()))
         )
+
+    def start(self) -> None:
+        """Find the examples; call it in the server's event loop."""
+
+        def work(job: Job) -> None:
+            try:
+                self.examples.set_result(find_examples(self.lm))
+            except Exception as error:
+                self.examples.set_exception(error)
+                raise
+
+        self.queue.submit("", work)
+
+    async def compute(self, session: str, work: Callable[[], T]) -> T:
+        """Queue work on the model, and wait for its result."""
+        found: list[T] = []
+        await self.queue.finish(self.queue.submit(session, lambda job: found.append(work())))
+        return found[0]
 
     def stream(self, request: Request, work: Callable[[Job], None]) -> EventStream:
         """Queue work; the response streams its events."""

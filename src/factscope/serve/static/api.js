@@ -22,12 +22,15 @@ async function request(path, options) {
 
 export const get = async (path) => (await request(path)).json();
 
+const jsonBody = (body) => ({ method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+
+export const post = async (path, body, signal) => (await request(path, { ...jsonBody(body), signal })).json();
+
 export const remove = async (path) => (await request(path, { method: "DELETE" })).json();
 
 // Call `onEvent` for each event. Aborting the signal cancels the job on the server.
 export async function stream(path, body, onEvent, signal) {
-  const headers = { "content-type": "application/json" };
-  const response = await request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request(path, { ...jsonBody(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -1,6 +1,6 @@
 // Two texts side by side, with the words that differ highlighted.
 
-import { el, visible } from "./dom.js";
+import { el } from "./dom.js";
 
 const words = (text) => text.match(/\s+|[^\s]+/g) ?? [];
 
@@ -27,14 +27,14 @@ function highlight(list, common, className) {
   let run = [];
   const closeRun = () => {
     const last = run.findLastIndex((word) => word.trim()) + 1;
-    if (last) nodes.push(el("mark", { className }, visible(run.slice(0, last).join(""))));
-    nodes.push(visible(run.slice(last).join("")));
+    if (last) nodes.push(el("mark", { className }, run.slice(0, last).join("")));
+    nodes.push(run.slice(last).join(""));
     run = [];
   };
   list.forEach((word, i) => {
     if (!common[i] || (run.length && !word.trim())) return run.push(word);
     closeRun();
-    return nodes.push(visible(word));
+    return nodes.push(word);
   });
   closeRun();
   return nodes;

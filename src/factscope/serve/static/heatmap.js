@@ -5,6 +5,7 @@ import { el, fill, percent } from "./dom.js";
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const DARK_BACKGROUND = [38, 36, 46];
+const MIN_WORD_WIDTH = 32; // Pixels of a cell that has room for a word.
 
 // Color of a value in [0, 1]: the paper's colors; in dark mode from dark to light.
 function colorScale([light, middle, deep]) {
@@ -13,11 +14,15 @@ function colorScale([light, middle, deep]) {
   return (x) => (x < 0.5 ? mix(from, middle, 2 * x) : mix(middle, to, 2 * x - 1));
 }
 
+// Perceived lightness, from 0 to 1.
+const luminance = ([r, g, b]) => (0.299 * r + 0.587 * g + 0.114 * b) / 255;
+
 export class HeatMap {
-  // `low` is the value of the lightest color, `format` turns a value into text, and `onLayer` is
-  // called with the layer of a cell that is clicked.
-  constructor({ title, colors, labels, layers, low = 0, format, onLayer }) {
-    Object.assign(this, { title, colors, labels, layers, low, format, onLayer });
+  // The colors go from `low` to `high(map)`, by default the highest value. `unit` names the values,
+  // `format` turns one into text, `axis` names the layers, `detail(token, layer)` is shown with a
+  // cell, `words[token][layer]` in a cell, and `onLayer` is called with the layer of a clicked cell.
+  constructor({ title, colors, labels, layers, low = 0, high = (map) => map.highest?.value, unit, format, axis = "layer", detail, words, onLayer }) {
+    Object.assign(this, { title, colors, labels, layers, low, high, unit, format, detail, onLayer });
     this.values = labels.map(() => new Array(layers).fill(null));
     this.row = labels.length - 1;
     this.column = 0;
@@ -26,22 +31,32 @@ export class HeatMap {
     this.cells = el("div", {
       className: "cells", tabIndex: 0, role: "application",
       ariaLabel: `${title}: tokens by layers; arrow keys move to a cell, Enter selects its layer`,
-    }, this.canvas, this.cursor);
+    }, this.canvas, words ? this.wordGrid(words) : null, this.cursor);
     this.output = el("output", {}, "\u00a0");
     this.bar = el("canvas", { width: 64, height: 1 });
     this.barLabels = [el("span"), el("span")];
+    this.more = detail ? el("div", { className: "soft small detail" }) : null;
     this.node = el("figure", { className: "heat" },
       el("h3", {}, title),
       el("div", { className: "map" },
-        el("ul", { className: "tokens" }, labels.map((label) => el("li", { title: label }, label))),
-        this.cells, el("div", { className: "layers" }, this.axis())),
-      el("div", { className: "scale" }, this.barLabels[0], this.bar, this.barLabels[1]),
-      this.output);
+        el("ul", { className: "tokens", ariaLabel: "tokens" }, labels.map((label) => el("li", { title: label }, label))),
+        this.cells, el("p", { className: "axis-name tokens-name" }, "token"), el("div", { className: "layers" }, this.ticks()),
+        el("p", { className: "axis-name layers-name" }, axis)),
+      el("div", { className: "scale" }, el("span", {}, unit), this.barLabels[0], this.bar, this.barLabels[1]),
+      this.output, this.more);
     this.listen();
     this.draw();
   }
 
-  axis() {
+  // Words over the cells, in the color that reads better; hidden where the cells are too narrow.
+  wordGrid(words) {
+    const grid = el("div", { className: "words", ariaHidden: "true" }, words.flat().map((word) => el("span", {}, word)));
+    grid.style.gridTemplateColumns = `repeat(${this.layers}, 1fr)`;
+    new ResizeObserver(([{ contentRect }]) => grid.classList.toggle("narrow", contentRect.width < MIN_WORD_WIDTH * this.layers)).observe(grid);
+    return (this.words = grid);
+  }
+
+  ticks() {
     const step = [1, 2, 5, 10, 20].find((x) => this.layers / x <= 8) ?? 20;
     const ticks = Array.from({ length: Math.ceil(this.layers / step) }, (_, i) => i * step);
     return ticks.map((layer) => {
@@ -73,13 +88,15 @@ export class HeatMap {
   draw() {
     const color = colorScale(this.colors);
     const best = this.highest;
-    const high = Math.max(this.low + 1e-3, best?.value ?? 0);
+    const high = Math.max(this.low + 1e-3, this.high(this) ?? 0);
     const context = this.canvas.getContext("2d");
     const image = context.createImageData(this.layers, this.labels.length);
     this.values.flat().forEach((value, i) => {
       if (value === null) return;
       const fraction = Math.max(0, Math.min(1, (value - this.low) / (high - this.low)));
-      image.data.set([...color(fraction), 255], 4 * i);
+      const rgb = color(fraction);
+      image.data.set([...rgb, 255], 4 * i);
+      if (this.words) this.words.children[i].style.color = luminance(rgb) > 0.5 ? "#1f1d24" : "#ffffff";
     });
     context.putImageData(image, 0, 0);
     const bar = this.bar.getContext("2d");
@@ -87,7 +104,8 @@ export class HeatMap {
     for (let i = 0; i < 64; i++) strip.data.set([...color(i / 63), 255], 4 * i);
     bar.putImageData(strip, 0, 0);
     fill(this.barLabels[0], this.format(this.low));
-    fill(this.barLabels[1], best ? this.format(high) : "…");
+    // Values above the scale have its last color.
+    fill(this.barLabels[1], `${best?.value > high ? "≥ " : ""}${this.format(high)}`);
     if (this.cursor.hidden) this.showHighest();
   }
 
@@ -103,6 +121,7 @@ export class HeatMap {
     const text = value === null ? "not computed yet"
       : `${this.format(value)}${this.low ? `, effect ${effect < 0 ? "−" : "+"}${this.format(Math.abs(effect))}` : ""}`;
     this.output.textContent = `${this.labels[this.row]} · layer ${this.column} · ${text}`;
+    if (this.more) fill(this.more, value === null ? null : this.detail(this.row, this.column));
     this.cursor.hidden = false;
     Object.assign(this.cursor.style, {
       left: `${(100 * this.column) / this.layers}%`, top: `${(100 * this.row) / this.labels.length}%`,
@@ -112,6 +131,7 @@ export class HeatMap {
 
   hideCell() {
     this.cursor.hidden = true;
+    if (this.more) fill(this.more);
     this.showHighest();
   }
 
@@ -141,6 +161,12 @@ export class HeatMap {
     });
     dark.addEventListener("change", () => this.draw());
   }
+}
+
+// A scale that a few very large values do not dominate, such as those of the first token.
+export function quantile(values, fraction) {
+  const sorted = values.flat().filter((value) => value !== null).sort((a, b) => a - b);
+  return sorted[Math.floor(fraction * (sorted.length - 1))];
 }
 
 export const formatProbability = percent;
