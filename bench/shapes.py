@@ -59,22 +59,28 @@ Place = tuple[int, tuple[int, int]]
 def random_prompts(lm: LM, places: Sequence[Place]) -> list[CleanAnswer]:
     """Prompts of random tokens, of the given lengths."""
     rng = np.random.default_rng(0)
-    vocabulary = lm.embed.weight.shape[0]
-    return [
-        CleanAnswer(
-            fact=Fact(subject=str(i), prompt="{}"),
-            prompt=Prompt(
-                ids=tuple(int(x) for x in rng.integers(vocabulary, size=tokens)),
-                offsets=((0, 0),) * tokens,
-                texts=("?",) * tokens,
-            ),
-            subject=subject,
-            answer_ids=(0,),
-            probability=0.0,
-            known=True,
+    answers = []
+    for i, (tokens, subject) in enumerate(places):
+        ids = tuple(int(x) for x in rng.integers(lm.embed.weight.shape[0], size=tokens))
+        answers.append(
+            CleanAnswer(
+                fact=Fact(subject=str(i), prompt="{}"),
+                prompt=Prompt(ids=ids, offsets=((0, 0),) * tokens, texts=("?",) * tokens),
+                subject=subject,
+                answer_ids=(0,),
+                probability=0.0,
+                known=True,
+                replaced=replaced(lm, ids, subject),
+            )
         )
-        for i, (tokens, subject) in enumerate(places)
-    ]
+    return answers
+
+
+def replaced(lm: LM, ids: tuple[int, ...], subject: tuple[int, int]) -> tuple[int, ...]:
+    """The prompt with other tokens as its subject, for token replacement."""
+    start, stop = subject
+    changed = (((x + 1) % lm.embed.weight.shape[0]) for x in ids[start:stop])
+    return (*ids[:start], *changed, *ids[stop:])
 
 
 @dataclass

@@ -5,6 +5,8 @@
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --facts 32 --no-reference
     python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --like known_1000.json.gz
     python bench/trace.py --shape gpt-neox-20b --device cuda --dtype bfloat16 --no-reference
+    python bench/trace.py --shape gpt2-xl --device cuda --dtype tf32 --replace --heads --facts 32 \\
+        --no-reference                                                # token replacement
 
 The reference runs one hooked forward pass per cell, one fact at a time, as the paper's own code
 does (`factscope.tracing.reference`). Every cell costs it the same, so `--reference-cells N` times N
@@ -12,11 +14,17 @@ cells, spread evenly, and multiplies. Ours is the median of `--repeat` runs afte
 A `--shape` is a model with the given dimensions and random weights: time does not depend on their
 values. `--like FILE` takes the lengths and the subjects' places from a file of facts, as the
 default model's tokenizer has them.
+
+`--replace` corrupts by token replacement instead of noise: one sample. `--heads` also restores
+every head. "of peak" is the arithmetic of the cells (the products of the blocks and the attention
+over the tokens from the cell's own on, and the logits) per second, as a fraction of the rate of one
+large matrix product of the same dtype in this process. In TF32 and float32 the engine multiplies on
+half-precision tensor cores, which are faster than that.
 """
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,9 +40,9 @@ from factscope.records import KINDS
 from factscope.tracing.corruption import NoiseScale, default_noise_scale
 from factscope.tracing.reference import ReferenceTrace
 from factscope.tracing.settings import Corruption, Tracing
-from factscope.tracing.trace import CleanAnswer, batches_by_length, trace_batch
+from factscope.tracing.trace import CleanAnswer, TraceBatch, batches_by_length, trace_batch
 
-from shapes import SHAPES, SUBJECT, Clock, Place, random_prompts, shaped
+from shapes import SHAPES, SUBJECT, Clock, Place, random_prompts, replaced, shaped
 
 PROMPT = Fact(subject="The Eiffel Tower", prompt="{} is located in the city of")
 
@@ -96,38 +104,88 @@ def median_time(
     return statistics.median(clock(run) for _ in range(repeat))
 
 
+def cell_flops(
+    lm: LM, answers: Sequence[CleanAnswer], settings: Tracing, scale: NoiseScale
+) -> float:
+    """The arithmetic of all cells of these facts, two operations per multiplication."""
+    block = sum(p.numel() for p in lm.blocks[0].parameters() if p.dim() == 2)
+    total = 0
+    for answer in answers:
+        batch = TraceBatch(
+            lm=lm, answers=[answer], settings=settings, scale=scale, budget=Budget(2**30)
+        )
+        for name, cells in batch.tables.items():
+            layers = sum(lm.n_layers - cell.entry for cell in cells)
+            for token in batch.tokens(answer, name)[1]:
+                rest = range(token, len(answer.ids))
+                attention = sum(2 * lm.width * (position + 1) for position in rest)
+                total += layers * (block * len(rest) + attention)
+                total += len(cells) * lm.embed.weight.numel()
+    return 2.0 * total * settings.corruption.samples
+
+
+def peak_flops(lm: LM, clock: Clock) -> float:
+    """The rate of one large matrix product of the model's dtype."""
+    n, repeats = (8192, 20) if clock.cuda else (1024, 5)
+    x = torch.randn(n, n, device=lm.device).to(lm.dtype)
+    rates = []
+    for _ in range(4):  # the first is the warm-up
+        seconds = clock(lambda: [x @ x for _ in range(repeats)])
+        rates.append(2.0 * n**3 * repeats / seconds)
+    return max(rates[1:])
+
+
 def compare(
-    lm: LM, answer: CleanAnswer, scale: NoiseScale, args: argparse.Namespace, clock: Clock
+    lm: LM,
+    answer: CleanAnswer,
+    settings: Tracing,
+    scale: NoiseScale,
+    args: argparse.Namespace,
+    clock: Clock,
+    peak: float,
 ) -> None:
     """One fact: reference, ours, ratio for each kind."""
-    settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
     clean = torch.tensor([answer.prompt.ids], device=lm.device)
     answer = replace(answer, answer_ids=(int(lm.model(clean).logits[0, -1].argmax()),))
     slow = {} if args.no_reference else reference(
         lm, answer, scale, settings, args.reference_cells, clock
     )  # fmt: skip
-    totals = [0.0, 0.0]
+
+    def line(name: str, own: Tracing, slow_seconds: float | None, difference: str = "") -> None:
+        seconds = median_time(lm, answer, own, scale, budget, args.repeat, clock)
+        fraction = cell_flops(lm, [answer], own, scale) / seconds / peak
+        before = "" if slow_seconds is None else f"{slow_seconds:.2f}"
+        ratio = "" if slow_seconds is None else f"{slow_seconds / seconds:.1f}×"
+        print(f"| {name} | {before} | {seconds:.3f} | {ratio} | {difference} | {fraction:.0%} |")
+
     for kind in KINDS:
         one = replace(settings, kinds=(kind,))
         record = trace_batch(lm, [answer], one, scale, budget)[0]
-        ours = median_time(lm, answer, one, scale, budget, args.repeat, clock)
         if kind not in slow:
-            print(f"| {kind} | | {ours:.3f} | | |")
+            line(kind, one, None)
             continue
         seconds, values = slow[kind]
         table = np.array(record.restored[kind])
         difference = max(abs(table[cell] / p - 1) for cell, p in values.items())
-        totals = [totals[0] + seconds, totals[1] + ours]
-        print(f"| {kind} | {seconds:.2f} | {ours:.3f} | {seconds / ours:.1f}× | {difference:.0e} |")
-    if len(slow) == len(KINDS):
-        together = median_time(lm, answer, settings, scale, budget, args.repeat, clock)
-        print(f"| all three | {totals[0]:.2f} | {together:.3f} | {totals[0] / together:.1f}× | |")
+        line(kind, one, seconds, f"{difference:.0e}")
+    trace_batch(lm, [answer], settings, scale, budget)
+    line("all three", settings, sum(seconds for seconds, _ in slow.values()) if slow else None)
+    if args.heads:
+        heads = replace(settings, kinds=(), heads=True)
+        trace_batch(lm, [answer], heads, scale, budget)
+        line(f"{lm.n_heads} heads of {lm.n_layers} layers", heads, None)
 
 
-def many(lm: LM, scale: NoiseScale, args: argparse.Namespace, clock: Clock) -> None:
+def many(
+    lm: LM,
+    settings: Tracing,
+    scale: NoiseScale,
+    args: argparse.Namespace,
+    clock: Clock,
+    peak: float,
+) -> None:
     """Many facts in batches: facts a second for all three kinds together."""
-    settings = Tracing(corruption=Corruption(samples=args.samples))
     budget = Budget.of(lm, args.memory)
     places: list[Place] = [(args.tokens, SUBJECT)] * args.facts
     if args.like:
@@ -143,9 +201,11 @@ def many(lm: LM, scale: NoiseScale, args: argparse.Namespace, clock: Clock) -> N
 
     seconds = clock(run)
     tokens = statistics.mean(length for length, _ in places)
+    fraction = cell_flops(lm, answers, settings, scale) / seconds / peak
     print(
         f"\n{len(places)} facts of {tokens:.1f} tokens on average, in {len(groups)} batches, three "
-        f"kinds: {seconds:.1f} s, {len(places) / seconds:.2f} facts a second"
+        f"kinds: {seconds:.1f} s, {len(places) / seconds:.2f} facts a second, "
+        f"{fraction:.0%} of peak"
     )
 
 
@@ -169,17 +229,25 @@ def bench(dtype: str, args: argparse.Namespace) -> None:
             answer_ids=(0,),
             probability=0.0,
             known=True,
+            replaced=replaced(lm, prompt.ids, subject),
         )
+    corruption = Corruption(samples=args.samples)
+    if args.replace:
+        corruption = Corruption(distribution="tokens")
+    settings = Tracing(corruption=corruption)
     clock = Clock(device.type == "cuda")
+    peak = peak_flops(lm, clock)
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
-    print(f"\n**{lm.name}, {dtype}**, {len(answer.prompt)} tokens, {args.samples} samples\n")
+    how = "token replacement" if args.replace else f"{args.samples} samples"
+    print(f"\n**{lm.name}, {dtype}**, {len(answer.prompt)} tokens, {how}")
+    print(f"peak of a matrix product: {peak / 1e12:.3g} TFLOPS\n")
     if not args.no_single:
-        print("| kind | reference, s | factscope, s | ratio | largest relative difference |")
-        print("|---|---|---|---|---|")
-        compare(lm, answer, scale, args, clock)
+        print("| kind | reference, s | factscope, s | ratio | largest difference | of peak |")
+        print("|---|---|---|---|---|---|")
+        compare(lm, answer, settings, scale, args, clock, peak)
     if args.facts:
-        many(lm, scale, args, clock)
+        many(lm, settings, scale, args, clock, peak)
     if clock.cuda:
         peak, model = torch.cuda.max_memory_allocated(), sum(
             p.numel() * p.element_size() for p in lm.model.parameters()
@@ -195,6 +263,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--samples", type=int, default=10)
+    parser.add_argument("--replace", action="store_true", help="token replacement, not noise")
+    parser.add_argument("--heads", action="store_true", help="also restore every head")
     parser.add_argument("--facts", type=int, default=0, help="also trace this many in batches")
     parser.add_argument("--like", type=Path, help="lengths of those as in this file of facts")
     parser.add_argument("--no-single", action="store_true", help="leave out the single fact")

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import matplotlib as mpl
 import pytest
 
+from factscope.editing.edit import EditChecks
 from factscope.editing.settings import EDITORS
 from factscope.lm.families import FAMILIES
 
@@ -41,7 +42,7 @@ LAYERS = 12
 """More than any example names, and less than the default model's 30."""
 SHORTER = {
     r"--limit \d+": "--limit 1",
-    r"--minutes \d+": "--steps 2",
+    r"--minutes \d+(?![\d.])": "--steps 2",
     r"--tokens [\d_]+": "--tokens 2000",
     r"--grid layer=\S+": "--grid layer=2,5",
     r"--text-length [1-9]\d*": "",
@@ -103,15 +104,15 @@ def test_every_block_is_run_or_marked():
 
 NOT_RUN = {
     "README.md": 1,  # pip
-    "benchmarks.md": 8,  # bench/, mostly on a GPU
+    "benchmarks.md": 9,  # bench/, mostly on a GPU
     "data.md": 1,  # downloads
     "editing.md": 1,  # a data set from the hub
     "evaluating.md": 4,  # Ray, answers of people, whole recipes
     "paper.md": 22,  # the paper's models and data
-    "results.md": 6,  # hours on a GPU
+    "results.md": 9,  # hours on a GPU
     "serve.md": 2,  # a server does not return
     "start.md": 2,  # pip, files of the shell
-    "tracing.md": 3,  # names to replace, data sets, integrated gradients
+    "tracing.md": 7,  # names to replace, data sets, integrated gradients
 }
 """Blocks that are marked no-run, by page."""
 
@@ -154,11 +155,13 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
     named = factscope.lm.load.model_folder
 
-    def model_folder(name: str | Path) -> Path | None:
-        return named(name) if Path(name).is_dir() else prepared / "model"
+    def model_folder(name: str | Path, *, check: bool = True) -> Path | None:
+        return named(name, check=check) if Path(name).is_dir() else prepared / "model"
 
     monkeypatch.setattr(factscope.lm.load, "model_folder", model_folder)
     monkeypatch.setenv("FACTSCOPE_DATA", str(prepared / "data"))
+    # An edit that suits a trained model breaks a random one.
+    monkeypatch.setattr(EditChecks, "raise_if_unsafe", lambda checks: None)
     mpl.rcParams["figure.max_open_warning"] = 0
     facts = [{"subject": name, "prompt": "{} is in"} for name in ("Rome", "Oslo", "Lima")]
     # Without targets: a random model knows no fact, but it always has an answer.
