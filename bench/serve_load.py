@@ -39,6 +39,7 @@ class Tally:
     errors: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     idle: int = 0  # connections opened by `stay_idle`
+    finished: bool = False  # if set, clients stop after their current action
 
     def add(self, action: str, status: int, *expected: int) -> None:
         if status == BUSY:
@@ -57,7 +58,7 @@ class Client:
         self.number = number
 
     async def run(self) -> None:
-        """Act until cancelled; then disconnect."""
+        """Act until the test is finished; then disconnect."""
         actions: list[Callable[[], Awaitable[None]]] = [
             self.edit, self.predict, self.trace, self.trace, self.disconnect, self.page,
             self.invalid,
@@ -65,7 +66,7 @@ class Client:
         # The clients start one after another, so that every action finds a place in the queue.
         await asyncio.sleep(0.02 * self.number)
         action = actions[self.number % len(actions)]
-        while True:
+        while not self.tally.finished:
             start = time.monotonic()
             try:
                 await action()
@@ -92,7 +93,7 @@ class Client:
         async with self.client.stream("POST", "/api/traces", json=body) as response:
             self.tally.add("disconnect", response.status_code, 200)
             if response.status_code == 200:
-                await asyncio.wait_for(anext(response.aiter_lines()), 600)
+                await anext(response.aiter_lines())
 
     async def edit(self) -> None:
         body = {**FACT, "target": self.random.choice(["Rome", "Berlin", "Madrid"])}
@@ -123,14 +124,15 @@ class Client:
 
 
 async def stay_idle(address: str, tally: Tally, number: int) -> None:
-    """Hold a connection open until cancelled, again and again."""
+    """Hold a connection open until the test is finished, again and again."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     await asyncio.sleep(0.01 * number)
-    while True:
+    while not tally.finished:
         try:
             reader, writer = await asyncio.open_connection(host, int(port))
         except OSError as error:
             tally.errors.append(f"idle connection: {error}")
+            await asyncio.sleep(1)
             continue
         tally.idle += 1
         with contextlib.suppress(ConnectionError):  # the server closes it
@@ -158,6 +160,7 @@ async def load_test(
         ):
             memory.append(resident_mib(pid))
             await asyncio.sleep(seconds / 60)
+        tally.finished = True  # a task can lose its cancellation: then it ends after its action
         for task in tasks:
             task.cancel()
     for client in clients:

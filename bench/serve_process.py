@@ -22,6 +22,11 @@ def server(*flags: str, threads: int = 1) -> Iterator[tuple[str, int]]:
             yield found[0], process.pid
         finally:
             process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise RuntimeError("the server did not stop within 30 seconds") from None
 
 
 def resident_mib(pid: int) -> float:
