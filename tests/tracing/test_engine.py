@@ -1,6 +1,7 @@
 """The main test of the project: the engine equals one hooked forward pass a cell."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -155,7 +156,19 @@ def test_every_head_and_token_replacement_of_every_family(lm: LM, direction: str
         settings = replace(settings, heads=False)
 
 
-@pytest.mark.parametrize("metric", ["log-probability", "logit-difference", "kl", "rank"])
+METRICS = ("log-probability", "logit-difference", "kl", "rank")
+
+
+def test_every_metric_of_every_family(lm: LM) -> None:
+    q = replace(question(lm, 2), answer_ids=(5, 80))
+    for metric, direction in product(METRICS, ("restore", "corrupt")):
+        settings = replace(SETTINGS, kinds=("mlp",), metric=metric, direction=direction)
+        [record] = trace_batch(lm, [q], settings, SCALE, Budget(2**30))
+        slow = plain(lm, q, settings)
+        assert_same(lm, replace(record, clean=slow.clean), slow, settings)
+
+
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("direction", ["restore", "corrupt"])
 def test_every_metric_with_noise(metric: str, direction: str) -> None:
     lm = tiny("llama")
