@@ -25,7 +25,6 @@ LEVELS = (
     ("lm",),
     ("data",),
     ("extras.counterfact_builder",),
-    ("extras.wikidata",),
     ("stats",),
     ("tracing",),
     ("editing",),

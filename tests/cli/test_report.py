@@ -122,6 +122,23 @@ def test_a_diverged_training_is_reported(factscope: Run, tmp_path: Path) -> None
     assert [x["loss"] for x in json.loads(result.out)["evaluations"]] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "runs"),
+    [
+        ("--preset", "paper", "traces"),
+        ("--cases", "1", "evaluations"),
+        ("--traces", "trace", "one sweep over layers"),
+    ],
+)
+def test_report_refuses_a_flag_for_other_runs(
+    factscope: Run, tmp_path: Path, flag: str, value: str, runs: str
+) -> None:
+    spec = {"command": "calibrate", "model": "m"}
+    RunFolder.create_or_open(tmp_path / "calibrate", spec, {"model_fingerprint": "f"})
+    result = factscope("report", "calibrate", flag, value)
+    assert_refused(result, f"{flag} is about {runs}; leave it out for other runs")
+
+
 # ---- output paths
 
 REPORTS = (

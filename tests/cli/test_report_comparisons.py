@@ -58,7 +58,7 @@ def test_a_sweep_with_traces_relates_effect_and_success(factscope: Run, tmp_path
     [
         (("tokens", "--traces", "traces"), "sweep over layers only"),
         (("sweep", "--traces", "sweep"), "a run of sweep"),
-        (("traces", "--traces", "traces"), "goes with one sweep"),
+        (("traces", "--traces", "traces"), "--traces is about one sweep"),
         (("sweep", "--traces", "nowhere"), "nowhere"),
     ],
 )

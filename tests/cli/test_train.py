@@ -90,8 +90,8 @@ def test_report_of_a_training_run(run: Run, model: Path, data: Path, tmp_path: P
     assert losses == [record["edit_loss"] for record in records]
     shutil.copytree("t", "u")
     for args, message in (
-        (("t", "--cases", "1"), "do not apply to a training"),
-        (("t", "--preset", "paper"), "do not apply to a training"),
+        (("t", "--cases", "1"), "leave it out for other runs"),
+        (("t", "--preset", "paper"), "leave it out for other runs"),
         (("t", "u"), "one training, or evaluations only; these are t (train), u (train)"),
     ):
         refused = run("report", *args)

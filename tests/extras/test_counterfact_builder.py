@@ -15,7 +15,7 @@ import pytest
 
 from factscope.data.readers import generation_templates, neutral_sentences, read_cases
 from factscope.errors import BadFact, BadSetting, DownloadFailed
-from factscope.extras import wikidata
+from factscope.extras import counterfact_builder
 from factscope.extras.counterfact_builder import (
     COUNTERFACT,
     CompositionRow,
@@ -30,9 +30,10 @@ from factscope.extras.counterfact_builder import (
     knowledge_tuples,
     plain_sentences,
     read_articles,
+    sparql_query,
+    subjects_in_wikidata,
     usable_relations,
 )
-from factscope.extras.wikidata import sparql_query, subjects_in_wikidata
 from factscope.facts import Case, Fact
 
 from commands import Result, Run, runner
@@ -350,14 +351,14 @@ def failing(*codes: int) -> Any:
 
 def test_requests_are_repeated_if_the_service_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(wikidata.time, "sleep", waits.append)
+    monkeypatch.setattr(counterfact_builder.time, "sleep", waits.append)
     monkeypatch.setattr(urllib.request, "urlopen", failing(429, 503))
-    assert wikidata.http_get("https://example.org") == b"fine"
+    assert counterfact_builder.http_get("https://example.org") == b"fine"
     assert waits == [2, 2]
     for codes in ((429, 429, 429), (400,)):
         monkeypatch.setattr(urllib.request, "urlopen", failing(*codes))
         with pytest.raises(DownloadFailed, match=str(codes[0])):
-            wikidata.http_get("https://example.org")
+            counterfact_builder.http_get("https://example.org")
 
 
 def no_network(*_: object, **__: object) -> Any:

@@ -428,7 +428,7 @@ def test_a_sweep_is_reported_alone(run: Run, factscope: Run) -> None:
         run("evaluate", "--method", "ft", "--limit", 1, "--text-length", 0, "--out", "b").code == 0
     )
     assert_refused(factscope("report", "a", "b"), "one sweep, one training, or evaluations only")
-    assert_refused(factscope("report", "a", "--cases", "1"), "do not apply to a sweep")
+    assert_refused(factscope("report", "a", "--cases", "1"), "--cases is about evaluations")
 
 
 @pytest.mark.parametrize(

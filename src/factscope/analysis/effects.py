@@ -13,6 +13,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -47,13 +48,9 @@ LOWER_IS_BETTER = ("kl", "rank")
 
 LAST_SUBJECT, LAST = "last subject token", "last token"
 ROLES = (
-    "first subject token",
-    "middle subject tokens",
-    LAST_SUBJECT,
-    "first subsequent token",
-    "further tokens",
-    LAST,
-)
+    "first subject token", "middle subject tokens", LAST_SUBJECT,
+    "first subsequent token", "further tokens", LAST,
+)  # fmt: skip
 """Token roles: the rows of Figure 2."""
 PRECEDENCE = tuple(dict.fromkeys((LAST, LAST_SUBJECT, "first subject token", *ROLES)))
 """If several roles fit a token, the first of these counts."""
@@ -138,16 +135,12 @@ def _location(table: str) -> tuple[str, str]:
 def roles(record: TraceRecord, *, paper: bool = False) -> tuple[tuple[str, ...], ...]:
     """The roles of every token; none for tokens before the subject.
 
-    A token has one role. If several fit, it is the one nearer to the prediction:
-
-    - the prompt's last token is "last token", even if it follows the subject directly or is the
-      subject's last: there the last layers restore the answer whatever the subject, which must
-      not count as an effect at the subject;
-    - a subject of one token is its own "last subject token".
+    If several roles fit, a token has the one nearer to the prediction. So the prompt's last token
+    is "last token" even if it is the subject's last: there the last layers restore the answer
+    whatever the subject, which must not count as an effect at the subject.
 
     With `paper` a token has every role that fits, as in the paper's figures: a subject of one
-    token counts as first and as last, a single token after the subject as first subsequent and as
-    last.
+    token counts as first and as last.
     """
     start, stop = record.subject
     end = len(record.tokens) - 1
@@ -259,6 +252,7 @@ def average_effects(
     metric, direction = one_metric(known)
     # The lens is about probabilities, whatever the metric.
     fraction = metric == "probability" or _location(table)[0] not in CELL_FIELDS
+    over_facts = partial(estimate, fraction=fraction)
     rows = [_pool(known, table, role, pooling, paper_roles) for role in ROLES]
     return AverageEffects(
         table=table,
@@ -271,18 +265,15 @@ def average_effects(
         n=np.stack([row.n for row in rows]),
         facts=len(known),
         skipped=sum(not r.known for r in records),
-        clean=estimate((r.clean_value for r in known), fraction=fraction),
-        corrupted=estimate((r.corrupted_value for r in known), fraction=fraction),
-        total=estimate((total_effect(r) for r in known), fraction=fraction),
-        best_at_subject=estimate(
-            (
-                _strongest(r, table, slice(r.subject[1] - 1, r.subject[1]))
-                for r in known
-                if r.subject[1] < len(r.tokens)  # else that token is the late site
-            ),
-            fraction=fraction,
+        clean=over_facts(r.clean_value for r in known),
+        corrupted=over_facts(r.corrupted_value for r in known),
+        total=over_facts(map(total_effect, known)),
+        best_at_subject=over_facts(
+            _strongest(r, table, slice(r.subject[1] - 1, r.subject[1]))
+            for r in known
+            if r.subject[1] < len(r.tokens)  # else that token is the late site
         ),
-        best_anywhere=estimate((_strongest(r, table) for r in known), fraction=fraction),
+        best_anywhere=over_facts(_strongest(r, table) for r in known),
     )
 
 

@@ -66,8 +66,14 @@ class Estimate:
 
 
 def to_dict(result: Any) -> dict[str, Any]:
-    """A dataclass as JSON values; its estimates without `fraction`, which is about text."""
-    return asdict(result, dict_factory=lambda pairs: {k: x for k, x in pairs if k != "fraction"})
+    """A dataclass as JSON values: numbers that are not finite become None, and estimates lose
+    `fraction`, which is about text."""
+
+    def values(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in pairs}
+        return {k: x for k, x in finite.items() if k != "fraction"}
+
+    return asdict(result, dict_factory=values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,7 +57,8 @@ def localizations(
     traces: Iterable[TraceRecord], cases: Mapping[int, Sequence[CaseRecord]]
 ) -> list[Localization]:
     """The relation for each kind of trace; `cases` are a sweep's records by layer."""
-    usable = [record for record in traces if _usable(record)]
+    # Facts that are known and whose subject does not end the prompt (see `effects.roles`).
+    usable = [r for r in traces if r.known and r.restored and r.subject[1] < len(r.tokens)]
     edited = [record for records in cases.values() for record in records]
     by_id = all(record.fact.id for record in (*usable, *edited))
 
@@ -80,17 +81,9 @@ def localizations(
             f"{len(joined)} traced facts were also edited, at {len(layers)} layers; two of each "
             "are needed: trace and sweep the same facts"
         )
-    return [
-        _relation(
-            kind, layers, np.stack([_effects(r, kind, layers) for r in joined]), np.array(success)
-        )
-        for kind in kinds_of(joined)
-    ]
-
-
-def _usable(record: TraceRecord) -> bool:
-    """Whether the fact is known and its subject does not end the prompt (see `effects.roles`)."""
-    return record.known and bool(record.restored) and record.subject[1] < len(record.tokens)
+    kinds = kinds_of(joined)
+    effects = {kind: np.stack([_effects(r, kind, layers) for r in joined]) for kind in kinds}
+    return [_relation(kind, layers, effects[kind], np.array(success)) for kind in kinds]
 
 
 def edit_success(record: CaseRecord) -> float:

@@ -1,25 +1,10 @@
 """The paper's metrics of edits (§3.2, §3.3): first of each case, then the mean over cases.
 
-CounterFact. o* is the new object, oc the true one, P the geometric mean over an object's tokens.
-Each rate is a mean over a case's prompts:
-
-    ES, PS   efficacy and paraphrase score: how often P(o*) > P(oc) after the fact's own prompt and
-             after its paraphrases
-    NS       neighbourhood score: how often P(oc) > P(o*) after prompts about neighbouring subjects
-    EM, PM   efficacy and paraphrase magnitude: P(o*) - P(oc)
-    NM       neighbourhood magnitude: P(oc) - P(o*)
-    GE       generation entropy (fluency) of the generated texts: see `fluency`
-    RS       reference score (consistency): see `reference_similarity`
-    S        harmonic mean of the mean ES, PS and NS
-    prompt_correct, paraphrase_correct, neighbour_correct
-             how often every token of the right object (o* for edits, oc for neighbours) is the
-             most likely one
-
-zsRE (accuracy, the fraction of the answer's tokens that are the most likely ones):
-
-    efficacy, paraphrase, specificity
-             after the question, its paraphrases, and unrelated questions
-    drawdown accuracy drawdown: specificity before the edit - specificity after it
+`DEFINITIONS` says what each metric means. For CounterFact, "new" is the new object o*, "true" the
+true object oc, and P the geometric mean over an object's tokens; each rate is a mean over a case's
+prompts. In addition, prompt_correct, paraphrase_correct and neighbour_correct say how often every
+token of the right object (o* for edits, oc for neighbours) is the most likely one. For zsRE, the
+accuracy is the fraction of the answer's tokens that are the most likely ones.
 """
 
 import math

@@ -33,8 +33,6 @@ CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(Options):
-    """Options."""
-
     model: Annotated[str | None, Flag(short="m")] = None
     """Model to check with. None for the default model if it was downloaded before, otherwise a tiny
     random one."""

@@ -6,31 +6,21 @@ import random
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
+from rich.table import Table
 
 from factscope.cli.flags import Command, ModelOptions, Options
-from factscope.cli.output import (
-    counting,
-    doing,
-    note,
-    print_json,
-    print_table,
-    say,
-    skipped,
-    working,
-)
+from factscope.cli.output import counting, doing, note, skipped, text_table, working
 from factscope.errors import BadFact, BadSetting
 from factscope.facts import Case, Fact
 from factscope.io import atomic_path, cache_folder, check_output_file, write_atomic
 from factscope.settings import Flag, Seed
 
 if TYPE_CHECKING:
-    from factscope.extras.counterfact_builder import FindSubjects
     from factscope.lm.model import LM
 
 # ---- models
@@ -54,20 +44,21 @@ def models(options: Options) -> None:
         for folder, size in cached_models().items()
     ]
     families, cache = sorted(FAMILIES), cache_folder()
-    if options.json:
-        print_json({"default": DEFAULT_MODEL, "short_names": short, "families": families,
-                    "cache": cache, "converted": converted})  # fmt: skip
-        return
     rows = [
         (name, description, f"{size / 1e6:,.0f} MB", licence, "yes" if cached else "no")
         for name, description, size, licence, cached in (row.values() for row in short)
     ]
-    print_table(("short name", "model", "download", "licence", "cached"), rows)
-    say(f"families: {', '.join(families)}")
-    say("also: a folder with safetensors, a .gguf file, a hub id")
-    say(f"cache: {cache}")
-    for row in converted:
-        say(f"  {row['name']}  {row['bytes'] / 1e6:,.0f} MB")
+    options.print_result(
+        {
+            "default": DEFAULT_MODEL, "short_names": short, "families": families, "cache": cache,
+            "converted": converted,
+        },
+        text_table(("short name", "model", "download", "licence", "cached"), rows),
+        f"families: {', '.join(families)}",
+        "also: a folder with safetensors, a .gguf file, a hub id",
+        f"cache: {cache}",
+        *(f"  {row['name']}  {row['bytes'] / 1e6:,.0f} MB" for row in converted),
+    )  # fmt: skip
 
 
 # ---- data sets
@@ -91,25 +82,21 @@ def list_(options: Options) -> None:
                 "download_bytes": data.size,
                 "url": data.url,
             })  # fmt: skip
-    if options.json:
-        print_json({"data_sets": rows})
-        return
     cells = []
     for row in rows:
         size = f" ({row['download_bytes'] / 1e6:,.1f} MB)" if row["from"] == "to fetch" else ""
         records = "" if row["records"] is None else f"{row['records']:,}"
         cells.append((row["name"], row["description"], records, row["from"] + size))
-    print_table(("name", "description", "records", "from"), cells)
-    for row in rows:
-        if row["path"]:
-            say(f"{row['name']}: {row['path']}")
-    say("`factscope data get NAME` downloads one; FACTSCOPE_DATA names a folder of your own")
+    options.print_result(
+        {"data_sets": rows},
+        text_table(("name", "description", "records", "from"), cells),
+        *(f"{row['name']}: {row['path']}" for row in rows if row["path"]),
+        "`factscope data get NAME` downloads one; FACTSCOPE_DATA names a folder of your own",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GetOptions(Options):
-    """Options."""
-
     name: Annotated[str, Flag(positional=True)]
     """A data set of `factscope data list`."""
     sha256: str | None = None
@@ -128,8 +115,6 @@ def get(options: GetOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """Options."""
-
     data: Annotated[str, Flag(positional=True)]
     """A data set of `factscope data list`, or a file."""
     cases: str | None = None
@@ -155,14 +140,12 @@ def show(options: ShowOptions) -> None:
                 known = ", ".join(list(by_id)[:3])
                 raise BadSetting(f"{options.data} has no case {word!r}; its ids are {known}, …")
         chosen = [by_id[word] for word in ids]
-    if options.json:
-        print_json({"cases": [asdict(case) for case in chosen]})
-        return
-    for case in chosen:
-        _print_case(case)
+    options.print_result(
+        {"cases": [asdict(case) for case in chosen]}, *(_case_table(case) for case in chosen)
+    )
 
 
-def _print_case(case: Case) -> None:
+def _case_table(case: Case) -> Table:
     fact = case.fact
     old = "" if case.true is None else f" (was {case.true})"
     neighbour_answers = case.neighbour_answers or [case.true or ""] * len(case.neighbours)
@@ -179,7 +162,7 @@ def _print_case(case: Case) -> None:
         for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
     ]
     title = " · ".join(x for x in (f"case {fact.id}", fact.relation) if x)
-    print_table(("", "prompt", "answer"), rows, title=title, title_justify="left")
+    return text_table(("", "prompt", "answer"), rows, title=title, title_justify="left")
 
 
 # ---- facts that a model knows
@@ -187,8 +170,6 @@ def _print_case(case: Case) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOptions(Options):
-    """Options."""
-
     facts: Path
     """ParaRel's table of facts, or a facts file with templates."""
     out: Annotated[Path, Flag(short="o")]
@@ -267,8 +248,6 @@ def _with_replacements(lm: "LM", known: Sequence[tuple[Fact, str]]) -> list[tupl
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(Options):
-    """Options."""
-
     facts: Path
     """ParaRel's table of facts, by relation."""
     patterns: Path
@@ -315,7 +294,9 @@ def build_counterfact(options: BuildOptions) -> None:
     with doing("reading the text"):
         texts = () if options.text is None else builder.read_articles(options.text)
         sentences = builder.plain_sentences(texts)
-    find = _find_in_wikidata() if options.wikidata else builder.subjects_in_table
+    find = builder.subjects_in_table
+    if options.wikidata:
+        find = builder.find_in_wikidata(cache_folder() / "wikidata")
     entries = builder.knowledge_tuples(relations, options.seed)
     no_counterfactual = sum(len(relation.pairs) for relation in relations) - len(entries)
     if no_counterfactual:
@@ -349,24 +330,6 @@ def build_counterfact(options: BuildOptions) -> None:
     _print_composition(summary, options)
 
 
-def _find_in_wikidata() -> "FindSubjects":
-    """Subjects from Wikidata, each object requested once; from the table if it has none."""
-    from factscope.extras.counterfact_builder import (
-        Relation,
-        SubjectsWithObject,
-        subjects_in_table,
-    )
-    from factscope.extras.wikidata import subjects_in_wikidata
-
-    request, folder = cache(subjects_in_wikidata), cache_folder() / "wikidata"
-
-    def find(relation: Relation, target: str) -> SubjectsWithObject:
-        found = request(relation.name, target, folder)
-        return found if found.subjects else subjects_in_table(relation, target)
-
-    return find
-
-
 def _check_output(path: Path, flag: str, *others: Path | None) -> None:
     """Raise BadSetting if a file cannot be written later, or is one of the other files."""
     check_output_file(path, flag)
@@ -376,8 +339,6 @@ def _check_output(path: Path, flag: str, *others: Path | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompositionOptions(Options):
-    """Options."""
-
     file: Annotated[Path, Flag(positional=True)]
     """CounterFact, or another file of cases."""
 
@@ -396,15 +357,16 @@ def _print_composition(summary: dict[str, Any], options: Options) -> None:
     read = read_cases(summary["file"])
     skipped(read.problems)
     items = composition(read.cases)
-    if options.json:
-        print_json(summary | {"composition": [asdict(item) for item in items]})
-        return
     rows = [
         (item.name, f"{item.total:,}", f"{item.per_relation:,.1f}", f"{item.per_record:.2f}")
         for item in items
     ]
-    print_table(("item", "total", "per relation", "per record"), rows)
+    lines = [str(summary["file"])]
     if "references" in summary:
         covered = f"{summary['covered']} of {len(read.cases)} records have reference texts"
-        say(f"{covered}: {summary['references']}")
-    say(str(summary["file"]))
+        lines.insert(0, f"{covered}: {summary['references']}")
+    options.print_result(
+        summary | {"composition": [asdict(item) for item in items]},
+        text_table(("item", "total", "per relation", "per record"), rows),
+        *lines,
+    )

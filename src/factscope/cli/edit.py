@@ -1,9 +1,10 @@
 """factscope edit and generate: write facts, work with edit files, generate with edits applied."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
+from itertools import compress
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,16 +13,7 @@ from annotated_types import Ge
 from rich.text import Text
 
 from factscope.cli.flags import ChatOptions, Command, FactSource, ModelOptions, Options
-from factscope.cli.output import (
-    check_suffix,
-    doing,
-    note,
-    print_json,
-    results,
-    say,
-    skipped,
-    working,
-)
+from factscope.cli.output import check_suffix, doing, note, print_json, say, skipped, working
 from factscope.cli.stats import with_statistics
 from factscope.editing.settings import EDITORS, Rome, editor
 from factscope.errors import BadFact, BadSetting, EditDidNotTake, PromptTooLong
@@ -47,8 +39,6 @@ SUFFIX = ".edit"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions(Options):
-    """Options."""
-
     method: Method = "rome"
     """Edit method. With --help, its settings are listed: --method memit --help."""
     preset: Literal["default", "paper"] = "default"
@@ -76,16 +66,14 @@ class MethodOptions(Options):
 
     def checked_editor(self) -> "Editor":
         """The editor; an error if its weights are missing or its name does not fit."""
-        getattr(self.editor, "trained", None)  # raises if there are none, before the model loads
         given, default = self.editor, EDITORS[self.method][self.preset]
+        getattr(given, "trained", None)  # raises if there are none, before the model loads
         if getattr(given, "prefixes", None) and given.prefix_lengths != default.prefix_lengths:
             raise BadSetting("give --prefixes FILE or --prefix-lengths, not both")
-        if self.editor.method != self.method:
-            raise BadSetting(
-                f"--max-change makes this {self.editor.method}; give --method "
-                f"{self.editor.method} instead of {self.method}"
-            )
-        return self.editor
+        if given.method != self.method:
+            advice = f"give --method {given.method} instead of {self.method}"
+            raise BadSetting(f"--max-change makes this {given.method}; {advice}")
+        return given
 
 
 # ---- write
@@ -107,8 +95,6 @@ class ComparisonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions(MethodOptions):
-    """Options."""
-
     source: FactSource = field(default_factory=FactSource)
     to: str | None = None
     """The new object."""
@@ -237,7 +223,7 @@ def _print_written(
         print_edit(records[0])
     else:
         say(f"{edit.method} on {edit.model}: {len(records)} facts\n", style="bold")
-        results.print(facts_table(records))
+        say(facts_table(records))
         _print_changes(records[0])
     if out is None:
         say("Not saved; -o FILE.edit saves it.")
@@ -263,17 +249,15 @@ def _unpredicted(lm: "LM", cases: list[Case]) -> tuple[list[Case], list[str]]:
 
     with doing("predicting before the edit"):
         predicted = already_predicted(lm, [case.fact for case in cases])
-    pairs = list(zip(cases, predicted, strict=True))
     known = [
         f"{lm.name} already predicts {case.fact.target!r} after {case.fact.text!r}"
-        for case, is_predicted in pairs
-        if is_predicted
+        for case in compress(cases, predicted)
     ]
     if len(known) == len(cases):
         more = f" (and so on for all {len(cases)} facts)" if len(cases) > 1 else ""
         raise BadFact(f"{known[0]}{more}; nothing to change (--force writes it anyway)")
     skipped(known)
-    return [case for case, is_predicted in pairs if not is_predicted], known
+    return [case for case, is_known in zip(cases, predicted, strict=True) if not is_known], known
 
 
 def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool = False) -> "Edit":
@@ -350,21 +334,21 @@ def print_edit(record: EditRecord) -> None:
     """Before and after, generated text side by side, the checks and the changed weights."""
     from factscope.report import terminal
 
-    results.print(terminal.fact_text(record), soft_wrap=True)
+    say(terminal.fact_text(record))
     say(f"{record.method} on {record.model}\n", style="dim")
-    results.print(terminal.scores_table(record))
+    say(terminal.scores_table(record))
     if record.generations:
-        results.print()
-        results.print(terminal.generations_table(record))
+        say("")
+        say(terminal.generations_table(record))
     _print_changes(record)
 
 
 def _print_changes(record: EditRecord) -> None:
     from factscope.report import terminal
 
-    results.print()
-    results.print(terminal.checks_table(record.checks))
-    results.print(terminal.changed_weights_text(record.changed_weights), soft_wrap=True)
+    say("")
+    say(terminal.checks_table(record.checks))
+    say(terminal.changed_weights_text(record.changed_weights))
 
 
 ADVICE = {
@@ -427,8 +411,6 @@ class EditedModel(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """Options."""
-
     files: Annotated[tuple[Path, ...], Flag(positional=True)]
     """Edit files, written by `factscope edit -o`."""
 
@@ -468,15 +450,13 @@ def show(options: ShowOptions) -> None:
         say(f"{edit.method}, for {edit.model} ({edit.fingerprint[:12]})")
         for fact in edit.facts:
             say(f"  {fact.text} → {fact.target}")
-        results.print(changed_weights_text(changed_weights(edit)), soft_wrap=True)
-        results.print(checks_table(describe_checks(edit.checks)))
-        results.print(settings_table(edit.settings))
+        say(changed_weights_text(changed_weights(edit)))
+        say(checks_table(describe_checks(edit.checks)))
+        say(settings_table(edit.settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyOptions(ShowOptions):
-    """Options."""
-
     prompt: Annotated[tuple[str, ...], Flag(short="p")] = ()
     """Text to continue with the edits. Repeatable."""
     max_new_tokens: Annotated[int, Ge(1)] = 40
@@ -495,7 +475,7 @@ def apply(options: ApplyOptions) -> None:
     total = reduce(add, edits)
     lm = options.model.load_for(edits)
     with doing("predicting"):
-        rows = _scores(lm, options.files, edits, total)
+        rows = _applied_rows(lm, options.files, edits, total)
         [total] = with_checks(lm, [total])
         prompts = _without_end_spaces(options.prompt)
         texts = generate_before_after(lm, total, prompts, options.max_new_tokens)
@@ -504,31 +484,35 @@ def apply(options: ApplyOptions) -> None:
         generated = [asdict(text) for text in texts]
         print_json({"model": lm.name, "facts": rows, "checks": checks, "texts": generated})
         return
-    results.print(applied_table(rows))
+    say(applied_table(rows))
     for text in texts:
-        results.print(generation_table(text, [fact.target or "" for fact in total.facts]))
+        say(generation_table(text, [fact.target or "" for fact in total.facts]))
     say("all together:", style="dim")
-    results.print(checks_table(checks))
+    say(checks_table(checks))
     _complain(checks["complaints"])
 
 
-def _scores(
+def _probabilities(
+    lm: "LM", queries: Sequence[tuple[Fact, int | None]], edits: "Sequence[Edit]"
+) -> Iterator[float]:
+    """The probability of each fact's new object, with the edit of that number or with none."""
+    from factscope.evaluation.score import Query, score_queries
+
+    queried = [Query(fact.text, fact.target or "", which) for fact, which in queries]
+    return (math.exp(-score.nll) for score in score_queries(lm, queried, edits))
+
+
+def _applied_rows(
     lm: "LM", files: Sequence[Path], edits: "Sequence[Edit]", total: "Edit"
 ) -> list[dict[str, Any]]:
     """The new object's probability for each fact: before, alone, together."""
-    from factscope.evaluation.score import Query, score_queries
-
     facts = [(number, fact) for number, edit in enumerate(edits) for fact in edit.facts]
-    queries = [
-        Query(fact.text, fact.target or "", which)
-        for number, fact in facts
-        for which in (None, number, len(edits))
-    ]
-    scores = iter(score_queries(lm, queries, [*edits, total]))
+    queries = [(fact, which) for i, fact in facts for which in (None, i, len(edits))]
+    p = _probabilities(lm, queries, [*edits, total])
     return [
         {
             "file": files[number], "text": fact.text, "target": fact.target,
-            **{name: math.exp(-next(scores).nll) for name in ("before", "alone", "together")},
+            "before": next(p), "alone": next(p), "together": next(p),
         }
         for number, fact in facts
     ]  # fmt: skip
@@ -536,8 +520,6 @@ def _scores(
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(ShowOptions):
-    """Options."""
-
     peft: Path | None = None
     """Folder for a LoRA adapter."""
     checkpoint: Path | None = None
@@ -557,39 +539,35 @@ def export(options: ExportOptions) -> None:
     peft, checkpoint, force = options.peft, options.checkpoint, options.force
     if (peft is None) == (checkpoint is None):
         raise BadSetting("give either --peft FOLDER or --checkpoint FOLDER")
-    if options.max_rank is not None and peft is None:
-        raise BadSetting("--max-rank goes with --peft; a checkpoint has the edits in full")
-    if peft is not None:
-        _check_new_folder(peft, "--peft")
     if checkpoint is not None:
-        _check_new_folder(checkpoint, "--checkpoint")
-    edits = load_edits(options.files)
-    if checkpoint is not None:
-        _write_checkpoint(options, edits, checkpoint)
-    if peft is not None:
-        lm = options.model.load_for(edits)
-        total = _checked(lm, reduce(add, edits), force=force)
-        with doing("writing the adapter"):
-            exported = export_peft(total, lm, peft, rank=options.max_rank, force=force)
-        lost: dict[str, Any] = {}
         if options.max_rank is not None:
-            with doing("predicting with the full and the truncated edit"):
-                lost = _truncation(lm, total, exported)
-        options.print_result(
-            {"kind": "peft", "path": peft, "edits": len(edits), **lost},
-            *_truncation_lines(lost),
-            f"{peft}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(peft)!r})",
-        )
+            raise BadSetting("--max-rank goes with --peft; a checkpoint has the edits in full")
+        _write_checkpoint(options, checkpoint, "--checkpoint")
+        return
+    assert peft is not None
+    _check_new_folder(peft, "--peft")
+    edits = load_edits(options.files)
+    lm = options.model.load_for(edits)
+    total = _checked(lm, reduce(add, edits), force=force)
+    with doing("writing the adapter"):
+        exported = export_peft(total, lm, peft, rank=options.max_rank, force=force)
+    lost: dict[str, Any] = {}
+    if options.max_rank is not None:
+        with doing("predicting with the full and the truncated edit"):
+            lost = _truncation(lm, total, exported)
+    options.print_result(
+        {"kind": "peft", "path": peft, "edits": len(edits), **lost},
+        *_truncation_lines(lost),
+        f"{peft}\nNext, in Python: peft.PeftModel.from_pretrained(model, {str(peft)!r})",
+    )
 
 
 def _truncation(lm: "LM", full: "Edit", exported: "Edit") -> dict[str, Any]:
     """What truncation to a rank loses: energy by weight, and each new object's probability."""
     from factscope.editing.export import energy_kept
-    from factscope.evaluation.score import Query, score_queries
 
     overall, weights = energy_kept(full, exported)
-    queries = [Query(f.text, f.target or "", which) for f in full.facts for which in (0, 1)]
-    p = iter([math.exp(-score.nll) for score in score_queries(lm, queries, [full, exported])])
+    p = _probabilities(lm, [(f, which) for f in full.facts for which in (0, 1)], [full, exported])
     facts = [
         {"text": fact.text, "target": fact.target, "full": next(p), "exported": next(p)}
         for fact in full.facts
@@ -617,8 +595,6 @@ def _truncation_lines(lost: dict[str, Any], max_facts: int = 10) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(ShowOptions):
-    """Options."""
-
     out: Annotated[Path, Flag(short="o")]
     """One edit (a file name in .edit), or an edited model (a folder)."""
     force: bool = False
@@ -631,8 +607,7 @@ def merge(options: MergeOptions) -> None:
     """Merge edits into one edit, or into a model."""
     out = options.out
     if out.suffix != SUFFIX:
-        _check_new_folder(out, "--out")
-        _write_checkpoint(options, load_edits(options.files), out)
+        _write_checkpoint(options, out, "--out")
         return
     check_output_file(out, "--out")
     edits = load_edits(options.files)
@@ -652,11 +627,11 @@ def _check_new_folder(folder: Path, flag: str) -> None:
         )
 
 
-def _write_checkpoint(
-    options: ExportOptions | MergeOptions, edits: "Sequence[Edit]", folder: Path
-) -> None:
+def _write_checkpoint(options: ExportOptions | MergeOptions, folder: Path, flag: str) -> None:
     from factscope.editing.export import export_checkpoint
 
+    _check_new_folder(folder, flag)
+    edits = load_edits(options.files)
     lm = options.model.load_for(edits)
     _checked(lm, reduce(add, edits), force=options.force)
     with doing("writing the model"):
@@ -672,8 +647,6 @@ def _write_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(Options):
-    """Options."""
-
     prompts: Annotated[tuple[str, ...], Flag(positional=True)]
     """Texts to continue."""
     edit: Annotated[tuple[Path, ...], Flag(short="e")] = ()
@@ -718,9 +691,9 @@ def generate(options: GenerateOptions) -> None:
     for row in rows:
         if options.compare:
             text = Generation(text=row["text"], before=row["unedited"], after=row["continuation"])
-            results.print(generation_table(text, objects))
+            say(generation_table(text, objects))
         else:
-            results.print(Text.assemble((row["text"], "bold"), row["continuation"]), soft_wrap=True)
+            say(Text.assemble((row["text"], "bold"), row["continuation"]))
 
 
 def _without_end_spaces(prompts: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from factscope.cli.edit import MethodOptions, advice, note_defaults
 from factscope.cli.flags import Command
-from factscope.cli.output import doing, note, print_json, say, skipped, working
+from factscope.cli.output import doing, note, skipped, working
 from factscope.cli.report import print_sweep
 from factscope.cli.stats import each_with_statistics, with_statistics
 from factscope.editing.settings import EDITORS, HypernetEditor, Memit
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(MethodOptions):
-    """Options."""
-
     data: str = "everyday"
     """counterfact, zsre, everyday, or a file of cases."""
     out: Annotated[Path, Flag(short="o", required=True)] = Path()
@@ -112,14 +110,12 @@ def _row_name(editor: "Editor", preset: str) -> str:
     if isinstance(editor, HypernetEditor):
         return editor.row
     presets = EDITORS[editor.method]
-    same = presets[preset] == presets["default"]
-    return editor.method if same else f"{editor.method}, {preset}"
+    is_default = presets[preset] == presets["default"]
+    return editor.method if is_default else f"{editor.method}, {preset}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommandOptions(EvaluateOptions):
-    """Options."""
-
     force: bool = False
     """Exit with code 0 even if every edited model is broken."""
 
@@ -129,6 +125,8 @@ def evaluate(options: EvaluateCommandOptions) -> None:
     """Edit and score many cases: the metrics of the paper, into a run folder."""
     from factscope.analysis.estimate import to_dict
     from factscope.analysis.metrics import summarize
+    from factscope.report.evaluations import evaluation_tables
+    from factscope.report.tables import as_markdown
 
     run = options.evaluation()
     file = run.read()
@@ -139,28 +137,21 @@ def evaluate(options: EvaluateCommandOptions) -> None:
     run = replace(run, editor=with_statistics(lm, run.editor, facts))
     resolved = replace(run, editor=run.editor.resolve(lm))
     folder = run.create_or_open(lm, options.out)
-    with (
-        options.executor(lm, resolved) as executor,
-        working("evaluating", len(file.cases)) as done,
-    ):
+    with options.executor(lm, resolved) as executor, working("evaluating", len(file.cases)) as done:
         resolved.run(lm, folder, file.cases, executor=executor, progress=done)
     records = folder.case_records()
     summaries, problems = summarize(records), list(file.problems)
     broken = [record for record in records if record.broken]
-    if options.json:
-        rows = [to_dict(row) for row in summaries]
-        print_json({"run": options.out, "left_out": problems, "summaries": rows})
-    else:
-        from factscope.report.evaluations import evaluation_tables
-        from factscope.report.tables import as_markdown
-
+    if not options.json:
         for record in [record for record in records if record.failed][:5]:
             note(f"failed: case {record.fact.id}: {record.error}")
         for record in broken[:5]:
             note(f"broken: case {record.fact.id}: {record.broken}", style="bold red")
-        for table in evaluation_tables(summaries, include_published=False):
-            say(as_markdown(table))
-        say(f"Next: factscope report {options.out}")
+    options.print_result(
+        {"run": options.out, "left_out": problems, "summaries": list(map(to_dict, summaries))},
+        *map(as_markdown, evaluation_tables(summaries, include_published=False)),
+        f"Next: factscope report {options.out}",
+    )
     if any(row.broken == row.cases for row in summaries if row.edited) and not options.force:
         raise UnsafeEdit(
             f"every edited model is broken (case {broken[-1].fact.id}: {broken[-1].broken}); the "
@@ -173,8 +164,6 @@ def evaluate(options: EvaluateCommandOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(EvaluateOptions):
-    """Options."""
-
     grid: tuple[str, ...] = ()
     """Setting and its values: layer=0-29, token=subject-last,last, max-change=1e-4,none or
     prefix-lengths=none;5x10,10x10. Repeatable; every combination is evaluated."""
@@ -236,19 +225,15 @@ def sweep(options: SweepOptions) -> None:
     facts = [case.request for case in file.cases]
     run = SweepRun(base=base, grid=grid)
     folder = run.create_or_open(lm, options.out)
-    # The method can change: FT with a limit is FT+L, and FT+L without one is FT.
-    runs = [
-        replace(base, editor=editor, method=_row_name(editor, options.preset))
-        if not isinstance(editor, FactscopeError)
-        else editor
-        for editor in each_with_statistics(lm, editors, facts)
-    ]
-    points = [
-        SweepPoint(settings=point, run=own) for point, own in zip(settings, runs, strict=True)
-    ]
+    points = []
+    for point, own in zip(settings, each_with_statistics(lm, editors, facts), strict=True):
+        if not isinstance(own, FactscopeError):
+            # The method can change: FT with a limit is FT+L, and FT+L without one is FT.
+            own = replace(base, editor=own, method=_row_name(own, options.preset))
+        points.append(SweepPoint(settings=point, run=own))
     with working(f"{len(points)} points: cases", len(points) * len(file.cases)) as done:
         run.run(
             lm, folder, points, file.cases,
             make_executor=lambda own: options.executor(lm, own), progress=done,
         )  # fmt: skip
-    print_sweep(folder, None, options.json)
+    print_sweep(folder, options)

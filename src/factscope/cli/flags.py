@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 
 from annotated_types import Ge
 from cyclopts import Group, Parameter
+from rich.console import RenderableType
 
 from factscope.cli.output import doing, note, print_json, say
 from factscope.errors import BadFact, BadSetting
@@ -41,6 +42,10 @@ class Options:
     chosen_first: ClassVar[bool] = False
     """Whether the only such flag is the first positional argument."""
 
+    def __init_subclass__(cls) -> None:
+        """Without a docstring of its own, a class has "Options" as the heading of its flags."""
+        cls.__doc__ = cls.__doc__ or Options.__doc__
+
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> Any:
         """Default options, given the flags of `chosen_by`; a class if some are required."""
@@ -51,8 +56,8 @@ class Options:
         """A specific message about unknown flags; None for the usual one."""
         return None
 
-    def print_result(self, value: Any, *lines: str) -> None:
-        """Print the value as JSON, or the lines."""
+    def print_result(self, value: Any, *lines: RenderableType) -> None:
+        """Print the value as JSON, or the lines and tables."""
         if self.json:
             print_json(value)
             return
@@ -81,15 +86,11 @@ class ModelOptions:
 
         if not self.model:
             raise BadSetting("--model is empty; give a short name, a hub id, a folder or a file")
-        device, placement = device or self.device, self.device_map
         with doing(f"loading {self.model}"):
             return load(
-                self.model,
-                device=device,
-                dtype=self.dtype,
-                device_map=placement,
-                check=self.check_model,
-            )
+                self.model, device=device or self.device, dtype=self.dtype,
+                device_map=self.device_map, check=self.check_model,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box, progress
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,9 +19,9 @@ results = Console(highlight=False, markup=False)
 notes = Console(stderr=True, highlight=False, markup=False)
 
 
-def say(text: str, style: str | None = None) -> None:
-    """Print a line of the result on stdout."""
-    results.print(text, style=style, soft_wrap=True)
+def say(line: RenderableType, style: str | None = None) -> None:
+    """Print a line or a table of the result on stdout."""
+    results.print(line, style=style, soft_wrap=isinstance(line, str | Text))
 
 
 def note(text: str, style: str | None = None) -> None:
@@ -43,12 +43,12 @@ def print_json(value: Any) -> None:
     print(value)
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> None:
-    """Print a table; options are those of `rich.table.Table`."""
+def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
+    """A table to print; options are those of `rich.table.Table`."""
     table = Table(*columns, box=box.SIMPLE, **options)
     for row in rows:
         table.add_row(*row)
-    results.print(table)
+    return table
 
 
 def check_suffix(path: Path | None, flag: str, *suffixes: str) -> None:

@@ -59,8 +59,6 @@ class Replacements:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(Options):
-    """Options."""
-
     recipe: Annotated[str, Flag(positional=True)]
     """A name that `factscope recipe list` prints, or a file (.toml)."""
     out: Annotated[Path, Flag(short="o")]
@@ -129,13 +127,11 @@ def run(options: RecipeOptions) -> None:
         except BadInput as error:
             raise BadSetting(f"{options.recipe}, {step.name}: {error}") from error
     if options.dry_run:
-        steps = []
-        for step in plan:
-            words = _words(step)
-            is_finished = finished.get(step.name) == words
-            steps.append(
-                {"name": step.name, "words": ["factscope", *words], "finished": is_finished}
-            )
+        commands = [(step.name, _words(step)) for step in plan]
+        steps = [
+            {"name": name, "words": ["factscope", *words], "finished": finished.get(name) == words}
+            for name, words in commands
+        ]
         lines = [shlex.join(x["words"]) + ("  # finished" if x["finished"] else "") for x in steps]
         options.print_result({"recipe": contents.title, "steps": steps}, contents.title, *lines)
         return
@@ -155,9 +151,8 @@ def run(options: RecipeOptions) -> None:
                     text = json.dumps(finished, indent=2, ensure_ascii=False) + "\n"
                     write_atomic(out / FINISHED, text)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(
-            *(["the same command resumes"] if finished else error.args)
-        ) from None
+        advice = ["the same command resumes"] if finished else error.args
+        raise KeyboardInterrupt(*advice) from None
     if options.json:
         print_json({"recipe": contents.title, "out": out, "results": results})
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rich.console import Group
+
 from factscope.cli.flags import Command, Options
-from factscope.cli.output import doing, print_json, results, say
+from factscope.cli.output import doing
 from factscope.errors import BadRecord, BadSetting
 from factscope.io import check_output_folder
 from factscope.runs.folder import RunFolder
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Options."""
-
     runs: Annotated[tuple[Path, ...], Flag(positional=True)]
     """Run folders, written by `factscope trace`, `evaluate`, `sweep`, `calibrate` or `train`."""
     out: Annotated[Path | None, Flag(short="o")] = None
@@ -36,6 +36,14 @@ class ReportOptions(Options):
     edit success at each layer."""
 
 
+ABOUT = {
+    "preset": ("trace", "traces"),
+    "cases": ("evaluate", "evaluations"),
+    "traces": ("sweep", "one sweep over layers"),
+}
+"""Flag → the only command whose runs it applies to, and these runs in messages."""
+
+
 @Command
 def report(options: ReportOptions) -> None:
     """Draw figures and write tables and a page. Needs no model.
@@ -45,13 +53,11 @@ def report(options: ReportOptions) -> None:
     """
     folders = [RunFolder.open(run) for run in dict.fromkeys(options.runs)]
     commands = {folder.command for folder in folders}
-    paper = options.preset == "paper"
     check_output_folder(options.out or folders[0].path / "report")
-    if options.traces is not None and commands != {"sweep"}:
-        raise BadSetting("--traces goes with one sweep over layers; leave it out for other runs")
+    for flag, (command, runs) in ABOUT.items():
+        if getattr(options, flag) not in (None, "default") and commands != {command}:
+            raise BadSetting(f"--{flag} is about {runs}; leave it out for other runs")
     if commands == {"evaluate"}:
-        if paper:
-            raise BadSetting("--preset is about traces; leave it out for evaluations")
         _evaluations(folders, options)
         return
     if len(folders) > 1:
@@ -61,21 +67,10 @@ def report(options: ReportOptions) -> None:
             f"these are {given}"
         )
     [folder], [command] = folders, commands
-    if command == "calibrate":
-        _calibration(folder, options)
-        return
-    if command == "trace":
-        if options.cases is not None:
-            raise BadSetting("--cases is about evaluations; leave it out for traces")
-        _traces(folder, options)
-        return
-    if options.cases is not None or paper:
-        what = "sweep" if command == "sweep" else "training"
-        raise BadSetting(f"--cases and --preset do not apply to a {what}; leave them out")
     if command == "sweep":
-        print_sweep(folder, options.out, options.json, options.traces)
+        print_sweep(folder, options, options.out, options.traces)
     else:
-        _training(folder, options)
+        {"trace": _traces, "calibrate": _calibration}.get(command, _training)(folder, options)
 
 
 def _traces(run: RunFolder, options: ReportOptions) -> None:
@@ -93,13 +88,14 @@ def _traces(run: RunFolder, options: ReportOptions) -> None:
     with doing("drawing"):
         files = write_trace_report(records, folder, title=title, **averaging)
     effects = average_kinds(records, **averaging)
-    summary = {kind: _effect_values(average) for kind, average in effects.items()}
     sections = list(run_sections(records))
-    values = {"files": files, "summary": summary}
-    values |= {section.name: as_rows(section.full) for section in sections}
+    values = {
+        "summary": {kind: _effect_values(average) for kind, average in effects.items()},
+        **{section.name: as_rows(section.full) for section in sections},
+    }
     tables = [summary_table(effects)] if effects else []
     tables += [table for section in sections for table in section.tables]
-    _print(values, options.json, tables)
+    _print(options, files, values, tables)
 
 
 def _effect_values(effects: "AverageEffects") -> dict[str, Any]:
@@ -120,12 +116,7 @@ def _evaluations(runs: list[RunFolder], options: ReportOptions) -> None:
     """Report all runs in the paper's table."""
     from factscope.analysis.estimate import to_dict
     from factscope.analysis.metrics import merge_runs, summarize
-    from factscope.report.evaluations import (
-        collect_samples,
-        evaluation_tables,
-        samples_text,
-        write_evaluation_report,
-    )
+    from factscope.report import evaluations
 
     if options.out is None and len(runs) > 1:
         raise BadSetting("give --out FOLDER: several runs share one report")
@@ -138,13 +129,18 @@ def _evaluations(runs: list[RunFolder], options: ReportOptions) -> None:
     folder, title = options.out or runs[0].path / "report", f"Evaluation: {', '.join(named)}"
     with doing("drawing"):
         summaries = summarize(records)
-        files = write_evaluation_report(records, folder, title, cases=chosen, rows=summaries)
-    values = {"files": files, "summaries": [to_dict(summary) for summary in summaries]}
-    samples = collect_samples(records, chosen) if chosen else ()
-    _print(values, options.json, evaluation_tables(summaries), map(samples_text, samples))
+        files = evaluations.write_evaluation_report(
+            records, folder, title, cases=chosen, rows=summaries
+        )
+    values = {"summaries": [to_dict(summary) for summary in summaries]}
+    tables = evaluations.evaluation_tables(summaries)
+    samples = evaluations.collect_samples(records, chosen) if chosen else ()
+    _print(options, files, values, tables, map(evaluations.samples_text, samples))
 
 
-def print_sweep(run: RunFolder, out: Path | None, json: bool, traces: Path | None = None) -> None:
+def print_sweep(
+    run: RunFolder, options: Options, out: Path | None = None, traces: Path | None = None
+) -> None:
     """Write the report of a sweep, and print its table; with traces, their relation too."""
     from factscope.analysis.localization import localizations
     from factscope.report.comparisons import localization_table, localization_to_dict
@@ -159,12 +155,12 @@ def print_sweep(run: RunFolder, out: Path | None, json: bool, traces: Path | Non
         relations = localizations(folder.trace_records(), records_by_layer(run.path))
     with doing("drawing"):
         files = write_sweep_report(sweep, out or run.path / "report", relations)
-    values = {"sweep": run.path, "files": files, **sweep_to_dict(sweep)}
+    values = {"sweep": run.path, **sweep_to_dict(sweep)}
     tables = [sweep_table(sweep)]
     if relations:
         values["localization"] = localization_to_dict(relations)
         tables.append(localization_table(relations))
-    _print(values, json, tables)
+    _print(options, files, values, tables)
 
 
 def _calibration(run: RunFolder, options: ReportOptions) -> None:
@@ -180,39 +176,33 @@ def _calibration(run: RunFolder, options: ReportOptions) -> None:
     with doing("drawing"):
         files = write_calibration_report(calibration, options.out or run.path / "report")
     values = {
-        "calibration": run.path, "files": files, "settings": calibration.settings,
-        "evidence": calibration.evidence,
+        "calibration": run.path, "settings": calibration.settings, "evidence": calibration.evidence
     }  # fmt: skip
-    _print(values, options.json, [calibration_table(calibration), trials_table(calibration)])
+    _print(options, files, values, [calibration_table(calibration), trials_table(calibration)])
 
 
 def _training(run: RunFolder, options: ReportOptions) -> None:
     """Report the losses of a training run."""
-    from factscope.report.training import (
-        TrainingCurve,
-        training_table,
-        training_to_dict,
-        write_training_report,
-    )
+    from factscope.report import training
 
-    curve = TrainingCurve.of(run.spec(), run.training_records())
+    curve = training.TrainingCurve.of(run.spec(), run.training_records())
     with doing("drawing"):
-        files = write_training_report(curve, options.out or run.path / "report")
-    values = {"training": run.path, "files": files, **training_to_dict(curve)}
-    _print(values, options.json, [training_table(curve)])
+        files = training.write_training_report(curve, options.out or run.path / "report")
+    values = {"training": run.path, **training.training_to_dict(curve)}
+    _print(options, files, values, [training.training_table(curve)])
 
 
 def _print(
-    values: dict[str, Any], json: bool, tables: "Iterable[Table]", texts: "Iterable[Text]" = ()
+    options: Options,
+    files: list[Path],
+    values: dict[str, Any],
+    tables: "Iterable[Table]",
+    texts: "Iterable[Text]" = (),
 ) -> None:
     """Print the values as JSON; or the tables, the texts and the page, which is the first file."""
     from factscope.report.tables import as_markdown
 
-    if json:
-        print_json(values)
-        return
-    for table in tables:
-        say(as_markdown(table))
-    for text in texts:
-        results.print(text)
-    say(f"{len(values['files'])} files; open {values['files'][0]}")
+    # In a group, the texts are wrapped at the width of the terminal.
+    lines = (*map(as_markdown, tables), *map(Group, texts))
+    page = f"{len(files)} files; open {files[0]}"
+    options.print_result({"files": files, **values}, *lines, page)

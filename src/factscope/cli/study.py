@@ -20,8 +20,6 @@ FORM, KEY = "form.html", "key.json"
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(Options):
-    """Options."""
-
     run_a: Annotated[Path, Flag(positional=True)]
     """A run folder of `factscope evaluate`."""
     run_b: Annotated[Path, Flag(positional=True)]
@@ -109,8 +107,6 @@ def _comparable_records(*paths: Path) -> dict[str, list[CaseRecord]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Options."""
-
     answers: Annotated[tuple[Path, ...], Flag(positional=True)]
     """The JSON files that people sent back."""
     key_file: Annotated[Path, Flag(short="k")] = Path("study") / KEY

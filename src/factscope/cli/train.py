@@ -26,8 +26,6 @@ MINUTES = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
-    """Options."""
-
     method: Annotated[Literal["mend", "ke"], Flag(positional=True, required=True)] = "mend"
     """The method whose network is trained."""
     data: str = "text"

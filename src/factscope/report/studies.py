@@ -42,14 +42,8 @@ NOTE = (
 def form_page(study: Study, title: str = FORM_TITLE) -> str:
     """The form of a study. Its content security policy allows the form's script by its hash."""
     digest = hashlib.sha256(asset("study_form.js").encode()).digest()
-    data = form_data(study)
-    return render(
-        "study_form.html",
-        title=title,
-        pairs=data["per_rater"],
-        data=data,
-        script_hash=base64.b64encode(digest).decode(),
-    )
+    script_hash = base64.b64encode(digest).decode()
+    return render("study_form.html", title=title, data=form_data(study), script_hash=script_hash)
 
 
 def form_data(study: Study) -> dict[str, Any]:
@@ -84,7 +78,6 @@ def study_page(study: Study, votes: Sequence[Vote]) -> str:
     """The page: the preferences as sentences, figure and table, then the rated texts."""
     results = preferences(votes)
     decided, left = sum(result.votes for result in results), sum(result.left for result in results)
-
     items = []
     for item in study.items:
         cast = [v for v in votes if v.case == item.case and set(v.pair) == set(item.methods)]
@@ -92,8 +85,7 @@ def study_page(study: Study, votes: Sequence[Vote]) -> str:
             {"method": editor_name(method), "votes": _count(cast, method), "text": text}
             for method, text in zip(item.methods, item.texts, strict=True)
         ]
-        values = {"statement": item.statement, "case": item.case, "ties": _count(cast, None)}
-        items.append({**values, "texts": texts})
+        items.append({"item": item, "ties": _count(cast, None), "texts": texts})
     return render(
         "study.html",
         title=f"Human evaluation: {', '.join(map(editor_name, study.methods))}",

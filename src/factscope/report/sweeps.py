@@ -41,6 +41,19 @@ def write_sweep_report(
         reasons = f" ({'; '.join(errors[:3])})" if errors else ""
         raise BadRecord(f"the sweep has no scores yet; there is nothing to report{reasons}")
     title, table = f"Sweep: {sweep_title(sweep)}", sweep_table(sweep)
+    files: list[tuple[str, str | Figure]] = [
+        *table_files("table", table, full=all_points_table(sweep)),
+        ("sweep.json", json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n"),
+        ("sweep", sweep_figure(sweep)),
+    ]
+    localization = None
+    if relations:
+        related = localization_table(relations)
+        description = "Trace effect and edit success by layer"
+        drawn = embed_figure(localization_figure(relations, sweep.model), description)
+        localization = {"figure": drawn, "table": related}
+        files.append(("localization", localization_figure(relations, sweep.model)))
+        files += table_files("localization", related, full=layers_table(relations))
     summaries = [point.summary for point in sweep.points if point.summary is not None]
     page = render(
         "overview.html",
@@ -52,30 +65,10 @@ def write_sweep_report(
         },
         figure=embed_figure(sweep_figure(sweep), f"Scores at each point: {title}"),
         table=table,
-        localization=relations
-        and {
-            "figure": embed_figure(
-                localization_figure(relations, sweep.model),
-                "Trace effect and edit success by layer",
-            ),
-            "table": localization_table(relations),
-        },
+        localization=localization,
         settings=sweep.spec,
     )
-    files: list[tuple[str, str | Figure]] = [
-        ("index.html", page),
-        *table_files("table", table, full=all_points_table(sweep)),
-        ("sweep.json", json.dumps(sweep_to_dict(sweep), indent=2, ensure_ascii=False) + "\n"),
-        ("sweep", sweep_figure(sweep)),
-    ]
-    if relations:
-        files += [
-            ("localization", localization_figure(relations, sweep.model)),
-            *table_files(
-                "localization", localization_table(relations), full=layers_table(relations)
-            ),
-        ]
-    return write_files(folder, files)
+    return write_files(folder, [("index.html", page), *files])
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -130,29 +123,22 @@ def sweep_to_dict(sweep: Sweep) -> dict[str, Any]:
     """The sweep as JSON values; unknown values are null."""
 
     def metrics(summary: Summary) -> dict[str, Any]:
-        values = {name: to_dict(value) for name, value in summary.metrics.items()}
-        for value in values.values():
-            if math.isnan(value["half_width"]):
-                value["half_width"] = None
-        return values
+        return {name: to_dict(value) for name, value in summary.metrics.items()}
 
-    points = []
-    for point in sweep.points:
-        cases, failed = _counts(point)
-        points.append(
-            {
-                "settings": dict(point.settings),
-                "cases": cases,
-                "failed": failed,
-                "error": point.error,
-                "metrics": metrics(point.summary) if point.summary else {},
-            }
-        )
     return {
         "model": sweep.model,
         "data": sweep.data,
         "method": sweep.method,
         "grid": {axis: list(values) for axis, values in sweep.grid.items()},
         "unedited": None if sweep.unedited is None else metrics(sweep.unedited),
-        "points": points,
+        "points": [
+            {
+                "settings": dict(point.settings),
+                "cases": _counts(point)[0],
+                "failed": _counts(point)[1],
+                "error": point.error,
+                "metrics": metrics(point.summary) if point.summary else {},
+            }
+            for point in sweep.points
+        ],
     }

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,14 +83,10 @@ def effects_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = 
     """The average indirect effect of each token role at every layer, or where it peaks; also as a
     fraction of the average total effect."""
     rows = []
-    for kind, average in effects.items():
-        total = average.total.mean if average.total.mean > 0 else math.nan
-        for role in filter(average.measured, average.roles):
-            peak = average.peak(role)[0]
-            for layer in range(average.layers) if every_layer else [peak]:
-                effect = average.row(role)[layer]
-                part = Estimate(effect.mean / total, effect.half_width / total, effect.n)
-                rows.append((KIND_STYLES[kind].name, role, layer, effect, part, effect.n))
+    for kind, role, layer, effect in _by_role(effects, every_layer):
+        total = effects[kind].total.mean if effects[kind].total.mean > 0 else math.nan
+        part = Estimate(effect.mean / total, effect.half_width / total, effect.n)
+        rows.append((KIND_STYLES[kind].name, role, layer, effect, part, effect.n))
     title = "Average effects" if every_layer else "Peak effects"
     first = next(iter(effects.values()))
     changed = "corrupted" if first.direction == "corrupt" else "restored"
@@ -102,15 +98,19 @@ def effects_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = 
 
 def lens_table(effects: Mapping[str, AverageEffects], *, every_layer: bool = False) -> Table:
     """The answer's mean probability by the logit lens at every layer, or where it is highest."""
-    rows = []
-    for run, average in effects.items():
-        for role in filter(average.measured, average.roles):
-            peak = average.peak(role)[0]
-            for layer in range(average.layers) if every_layer else [peak]:
-                p = average.row(role)[layer]
-                rows.append((run, role, layer, p, p.n))
+    rows = tuple((*row, row[-1].n) for row in _by_role(effects, every_layer))
     title = "Logit lens" if every_layer else "Highest probabilities by the logit lens"
-    return Table(title, ("run", "token", "layer", "p(o)", "n"), tuple(rows))
+    return Table(title, ("run", "token", "layer", "p(o)", "n"), rows)
+
+
+def _by_role(
+    effects: Mapping[str, AverageEffects], every_layer: bool
+) -> Iterator[tuple[str, str, int, Estimate]]:
+    """Key, token role, layer and effect: at every layer, or where the effect of a role peaks."""
+    for key, average in effects.items():
+        for role in filter(average.measured, average.roles):
+            for layer in range(average.layers) if every_layer else [average.peak(role)[0]]:
+                yield key, role, layer, average.row(role)[layer]
 
 
 def heads_table(averages: Sequence[AverageHeads], count: int | None = None) -> Table:

@@ -60,35 +60,24 @@ def trace_heatmap(record: TraceRecord, kind: str = "states") -> "TerminalHeatMap
 
 def strongest_cells(record: TraceRecord, kind: str = "states", count: int = 5) -> Table:
     """The cells with the highest indirect effects."""
-    return _strongest(
-        record,
-        f"Strongest {KIND_STYLES[kind].name}",
-        ("token", "layer"),
-        cell_table(record, kind),
-        indirect_effects(record, kind),
-        count,
-    )
+    cells, effects = cell_table(record, kind), indirect_effects(record, kind)
+    return _strongest(record, KIND_STYLES[kind].name, cells, effects, count)
 
 
 def strongest_heads(record: TraceRecord, count: int = 5) -> Table:
     """The heads with the highest indirect effects, by token and layer."""
     cells = np.array(record.heads, dtype=float).transpose(1, 2, 0)  # (token, layer, head)
     effects = head_effects(record).transpose(1, 2, 0)
-    return _strongest(record, "Strongest heads", ("token", "layer", "head"), cells, effects, count)
+    return _strongest(record, "heads", cells, effects, count)
 
 
 def _strongest(
-    record: TraceRecord,
-    title: str,
-    axes: tuple[str, ...],
-    cells: np.ndarray,
-    effects: np.ndarray,
-    count: int,
+    record: TraceRecord, name: str, cells: np.ndarray, effects: np.ndarray, count: int
 ) -> Table:
-    """The cells with the highest effects; the first axis is the token."""
-    table = Table(title=title, title_justify="left")
+    """The cells with the highest effects; the axes are the token, the layer and maybe the head."""
+    table = Table(title=f"Strongest {name}", title_justify="left")
     table.add_column("token")
-    columns = [*axes[1:], metric_label(record), "indirect effect"]
+    columns = [*("layer", "head")[: cells.ndim - 1], metric_label(record), "indirect effect"]
     normalised = record.metric != "probability" and total_effect(record) > 0
     for column in [*columns, "of total effect"] if normalised else columns:
         table.add_column(Text(column), justify="right")
@@ -97,10 +86,7 @@ def _strongest(
     for index in order[: min(count, np.count_nonzero(~np.isnan(effects)))]:
         token, *rest = (int(i) for i in np.unravel_index(index, effects.shape))
         score, effect = float(cells.flat[index]), float(effects.flat[index])
-        texts = [
-            metric_text(record.metric, score),
-            metric_text(record.metric, effect, sign=True),
-        ]
+        texts = [metric_text(record.metric, score), metric_text(record.metric, effect, sign=True)]
         if normalised:
             texts.append(f"{effect / total_effect(record):.0%}")
         table.add_row(Text(labels[token]), *map(str, rest), *texts)
@@ -109,14 +95,12 @@ def _strongest(
 
 def knockout_lines(record: TraceRecord) -> Text:
     """One line per group of tokens: at which layer blocking attention to it changes most."""
-    lines = []
+    clean, lines = metric_text(record.metric, record.clean_value), []
     for group, changes in knockout_changes(record).items():
         layer = int(abs(changes).argmax())
         value = metric_text(record.metric, record.knockout[group][layer])
-        lines.append(
-            f"attention to {GROUP_NAMES[group]} blocked: {metric_label(record)} "
-            f"{metric_text(record.metric, record.clean_value)} → {value} at layer {layer}"
-        )
+        change = f"{metric_label(record)} {clean} → {value} at layer {layer}"
+        lines.append(f"attention to {GROUP_NAMES[group]} blocked: {change}")
     return Text("\n".join(lines))
 
 
@@ -192,9 +176,8 @@ def heatmap_cell(shade: float, width: int, colors: tuple[RGB, RGB, RGB] | None) 
         return Text(" " * width)
     if colors is None:
         return Text(RAMP[round(shade * (len(RAMP) - 1))] * width)
-    lightest_to_darkest = (0, 0.5, 1)
-    channels = zip(*colors, strict=True)
-    rgb = (round(np.interp(shade, lightest_to_darkest, channel)) for channel in channels)
+    # The colours are those of the shades 0, 0.5 and 1.
+    rgb = (round(np.interp(shade, (0, 0.5, 1), channel)) for channel in zip(*colors, strict=True))
     return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
 
 
@@ -239,14 +222,12 @@ def scores_table(record: EditRecord) -> Table:
             table.add_row(Text(heading, style="dim italic"))
         for prompt in prompts:
             before, after = prompt.before, prompt.after
-            prediction = display_token(before.top)
-            if before.top != after.top:
-                prediction += f" → {display_token(after.top)}"
+            tops = dict.fromkeys((before.top, after.top))  # one if the edit does not change it
             table.add_row(
                 Text(printable(prompt.text)),
                 _change(before.new, after.new),
                 _change(before.old, after.old),
-                Text(prediction),
+                Text(" → ".join(map(display_token, tops))),
             )
     return table
 

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from factscope.analysis.estimate import Estimate
+from factscope.analysis.estimate import Estimate, to_dict
 from factscope.errors import BadRecord, BadSetting
 from factscope.records import TrainingRecord
 from factscope.report.html import embed_figure, render, table_files, write_files
@@ -97,8 +97,7 @@ class TrainingCurve:
 def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
     """Write the report and return its files, the page first."""
     names = tuple(field.name for field in fields(TrainingRecord))
-    every = tuple(tuple(getattr(e, name) for name in names) for e in curve.evaluations)
-    full = Table("All evaluations", names, every)
+    full = Table("All evaluations", names, tuple(astuple(e) for e in curve.evaluations))
     tables = table_files("table", training_table(curve), full=full)
     figure = ("training", training_figure(curve))
     return write_files(folder, [("index.html", training_page(curve)), *tables, figure])
@@ -106,20 +105,18 @@ def write_training_report(curve: TrainingCurve, folder: Path) -> list[Path]:
 
 def training_page(curve: TrainingCurve) -> str:
     """The page: the figure, the table and the settings."""
-    numbers = {
-        "method": editor_name(curve.method),
-        "data": dataset_name(curve.data),
-        "steps": str(curve.steps),
-        "minutes": f"{curve.minutes:.1f}",
-        "best step": str(curve.best.step),
-    }
+    description = f"Losses and accuracies by step: {curve.title}"
     return render(
         "overview.html",
         title=curve.title,
-        numbers=numbers,
-        figure=embed_figure(
-            training_figure(curve), f"Losses and accuracies by step: {curve.title}"
-        ),
+        numbers={
+            "method": editor_name(curve.method),
+            "data": dataset_name(curve.data),
+            "steps": curve.steps,
+            "minutes": f"{curve.minutes:.1f}",
+            "best step": curve.best.step,
+        },
+        figure=embed_figure(training_figure(curve), description),
         table=training_table(curve),
         settings=curve.spec,
     )
@@ -131,27 +128,19 @@ def training_table(curve: TrainingCurve) -> Table:
     for evaluation in curve.evaluations:
         mark = "best" if evaluation is curve.best else None
         accuracies = [getattr(evaluation, f"{name}_accuracy") for name in LINES]
-        rows.append(
-            (
-                Score(evaluation.step, mark),
-                Score(round(evaluation.seconds / 60, 1), mark),
-                Score(round(evaluation.loss, 4), mark),
-                *(Score(Estimate(accuracy, math.nan, 1), mark) for accuracy in accuracies),
-                Score(round(evaluation.locality_loss, 4), mark),
-            )
+        cells = (
+            evaluation.step,
+            round(evaluation.seconds / 60, 1),
+            round(evaluation.loss, 4),
+            *(Estimate(accuracy, math.nan, 1) for accuracy in accuracies),
+            round(evaluation.locality_loss, 4),
         )
+        rows.append(tuple(Score(cell, mark) for cell in cells))
     return Table(curve.title, COLUMNS, tuple(rows), note=NOTE)
 
 
 def training_to_dict(curve: TrainingCurve) -> dict[str, Any]:
     """The curve as JSON values; numbers that are not finite become null."""
-
-    def to_dict(evaluation: TrainingRecord) -> dict[str, Any]:
-        return {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in asdict(evaluation).items()
-        }
-
     return {
         "model": curve.model,
         "data": curve.data,

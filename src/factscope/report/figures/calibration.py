@@ -8,14 +8,7 @@ from matplotlib.figure import Figure
 
 from factscope.analysis.calibration import CalibrationResult
 from factscope.report.labels import editor_name
-from factscope.report.style import (
-    MEDIUM,
-    SMALL,
-    blank_figure,
-    literal_text,
-    panel_axes,
-    style_axes,
-)
+from factscope.report.style import MEDIUM, SMALL, blank_figure, literal_text, panel_axes, style_axes
 
 COLORS = {"S": "#3b0f70", "ES": "#2171b5", "PS": "#41ab5d", "NS": "#d95f0e"}
 
