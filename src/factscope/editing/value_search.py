@@ -9,8 +9,8 @@ every context of the fact. It minimises (paper eq. 4)
 
 by Adam with ‖δ‖ at most clamp · n, and v* = v₀ + δ. n is the usual norm of values at this layer
 (`usual_norm`), so that the settings suit residual streams of any scale; in the paper it is ‖v₀‖.
-ROME knows before the search which
-fraction of δ its update will add in each context, and adds that fraction (`Scales`).
+ROME knows before the search which fraction of δ its update will add in each context, and adds that
+fraction (`Scales`).
 
 Only what depends on δ is recomputed at each step: the layers above it, over the tokens from the
 edit token on, with the keys and values left of it from one run beforehand. Many facts are searched
@@ -19,7 +19,8 @@ in one batch; their steps, losses and stops are independent.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.data.readers import everyday_facts
-from factscope.editing.checks import facts_taken
+from factscope.editing.checks import facts_taken, with_checks
 from factscope.editing.contexts import (
     ContextRow,
     EditRequest,
@@ -40,8 +41,8 @@ from factscope.editing.contexts import (
     pad_rows,
     resolve_prefixes,
 )
-from factscope.editing.edit import Edit
-from factscope.editing.editor import map_valid
+from factscope.editing.edit import Change, Edit
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.settings import EditToken, Memit, Rome, ValueSearch
 from factscope.errors import DidNotConverge, FactscopeError, PromptTooLong
 from factscope.facts import Fact
@@ -50,7 +51,7 @@ from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io, hook_outputs
 from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.replay import PackedView, Replay
-from factscope.progress import Progress
+from factscope.progress import Progress, split
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -159,24 +160,77 @@ class ValueSearcher:
         ]
 
 
-def insert_until_taken(
-    searcher: ValueSearcher,
-    values: list[ValueResult],
-    insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
-    progress: Progress,
-) -> list[Edit | FactscopeError]:
-    """The edits of the values. Where a fact is not taken, its search continues once."""
-    edits = insert(values)
-    if not searcher.settings.search.retry:
-        return edits
-    valid = [edit for edit in edits if isinstance(edit, Edit)]
-    taken = iter(facts_taken(searcher.lm, valid))
-    by_fact = [x for edit in edits for x in (next(taken) if isinstance(edit, Edit) else [True])]
-    missed = [value for value, is_taken in zip(values, by_fact, strict=True) if not is_taken]
-    if not missed:
-        return edits
-    continued = iter(searcher.search_on(missed, progress))
-    return insert([v if t else next(continued) for v, t in zip(values, by_fact, strict=True)])
+class BoundValueEditor(BoundEditor):
+    """ROME or MEMIT bound to a model: a value is searched for each fact, then all are inserted."""
+
+    lm: "LM"
+    searcher: ValueSearcher
+
+    @abstractmethod
+    def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """One edit of all values."""
+
+    @abstractmethod
+    def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """An edit of each value on its own."""
+
+    def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
+        """The division factor of each value; none if the method does not divide."""
+        return []
+
+    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
+        """One edit for all facts."""
+        edit, factors = self.unchecked_edit(facts, progress)
+        return with_checks(self.lm, [edit], [min(factors, default=None)])[0]
+
+    def unchecked_edit(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, list[float]]:
+        """One edit for all facts, and their division factors."""
+        searching, continuing = split(progress, SEARCHES)
+        values = raise_first_error(self.searcher.search(facts, searching))
+        edits = self._insert_until_taken(values, self.insert_jointly, continuing)
+        continuing(1.0)
+        return raise_first_error(edits)[0], self.division_factors(values)
+
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        """An edit for each fact on its own, or its error."""
+        searching, continuing = split(progress, SEARCHES)
+
+        def insert_and_check(values: list[ValueResult]) -> list[Edit | FactscopeError]:
+            edits = self._insert_until_taken(values, self.insert_each, continuing)
+            pairs = zip(self.division_factors(values), edits, strict=False)
+            factors = [factor for factor, edit in pairs if isinstance(edit, Edit)]
+            return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors or None))
+
+        results = map_valid(self.searcher.search(facts, searching), insert_and_check)
+        continuing(1.0)
+        return results
+
+    def _insert_until_taken(
+        self,
+        values: list[ValueResult],
+        insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
+        progress: Progress,
+    ) -> list[Edit | FactscopeError]:
+        """The edits of the values. Where a fact is not taken, its search continues once."""
+        edits = insert(values)
+        valid = [edit for edit in edits if isinstance(edit, Edit)]
+        if not valid or not self.searcher.settings.search.retry:
+            return edits
+        taken = iter(facts_taken(self.lm, valid))
+        by_fact = [x for edit in edits for x in (next(taken) if isinstance(edit, Edit) else [True])]
+        missed = [value for value, is_taken in zip(values, by_fact, strict=True) if not is_taken]
+        if not missed:
+            return edits
+        found = iter(self.searcher.search_on(missed, progress))
+        return insert([v if t else next(found) for v, t in zip(values, by_fact, strict=True)])
+
+    def new_edit(
+        self, values: Sequence[ValueResult], changes: Mapping[str, Change], **results: Any
+    ) -> Edit:
+        """An edit of the values' facts that records the losses of their searches."""
+        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
+        settings = self.searcher.settings
+        return settings.new_edit(self.lm, changes, facts, **results, losses=losses)
 
 
 def minimise(
