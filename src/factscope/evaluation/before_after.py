@@ -1,12 +1,14 @@
-"""One edit before and after: predictions after the prompts of a case, and greedy continuations.
+"""One edit before and after: predictions after the prompts of a case, continuations, and traces.
 
-No weight is written: the edited model is the same model with the edit on some rows of the batch.
+Predictions and continuations write no weight: the edited model is the same model with the edit on
+some rows of the batch.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +18,18 @@ from factscope.evaluation.score import Query, QueryScore, score_queries
 from factscope.facts import Case, Fact
 from factscope.lm.generate import generate_greedy
 from factscope.lm.tokens import encode
-from factscope.records import ChangedWeight, EditRecord, Generation, Prediction, PromptChange
+from factscope.progress import Progress, shown, split
+from factscope.records import (
+    ChangedWeight,
+    EditRecord,
+    EditTraces,
+    Generation,
+    Prediction,
+    PromptChange,
+)
+from factscope.tracing.corruption import default_noise_scale
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import trace
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -187,3 +200,43 @@ def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChang
         )
         for prompt in prompts
     ]
+
+
+# ---- traces
+
+
+def trace_edit(
+    lm: "LM",
+    edit: Edit,
+    fact: Fact,
+    settings: Tracing | None = None,
+    *,
+    old: str | None = None,
+    new: str | None = None,
+    name: str | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> EditTraces:
+    """Trace the fact in the unedited model, and both answers in the edited one, with one noise.
+
+    `old` is by default what the unedited model predicts; `new` the target of the edited fact with
+    the same subject, or what the edited model predicts. `name` is that of the edited model in the
+    records. The checks of the edit are not repeated: a broken model can be traced too. With the
+    metric logit-difference, the old and the new object are compared with each other.
+    """
+    settings = settings or Tracing()
+    scale = default_noise_scale(lm, settings.corruption, [fact])
+    targets = [own.target for own in edit.facts if own.subject == fact.subject]
+    new, predicted = new or next(iter(targets), None), old is None
+    run = partial(trace, fact=fact, settings=settings, scale=scale, memory=memory)
+    edited_lm = replace(lm, name=name or f"{lm.name} + edit")
+    with shown(progress) as report:
+        first, second, third = split(report, [1, 1, 1])
+        before = run(lm, answer=old, foil=new, progress=first)
+        old = before.answer
+        with edit.applied(edited_lm, force=True):
+            after = run(edited_lm, answer=new, foil=old, progress=second)
+            # The token itself where it is predicted: its text may be tokenized differently.
+            same = [before.answer_id] if predicted else old
+            old_after = run(edited_lm, answer=same, foil=new, progress=third)
+    return EditTraces(before=before, after=after, old_after=old_after)

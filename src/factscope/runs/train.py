@@ -29,8 +29,7 @@ from factscope.runs.folder import CHECKPOINT, WEIGHTS, RunFolder, locks_folder, 
 from factscope.settings import Seed, check
 
 if TYPE_CHECKING:
-    from factscope.editing.hypernet.examples import CaseExamples, TextExamples
-    from factscope.editing.hypernet.train import Trainer
+    from factscope.editing.hypernet.train import CaseExamples, TextExamples, Trainer
     from factscope.lm.model import LM
 
 SAVE_PAUSE = 20
@@ -73,13 +72,13 @@ class FromCases:
 
     def examples(self, lm: "LM") -> "CaseExamples":
         """The training examples."""
-        from factscope.editing.hypernet.examples import CaseExamples
+        from factscope.editing.hypernet.train import CaseExamples
 
         return CaseExamples(self.cases(), self.locality)
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to train on, shuffled."""
-        from factscope.editing.hypernet.examples import without_overlap
+        from factscope.editing.hypernet.train import without_overlap
 
         cases = read_cases(self.path).cases
         excluded = [case for path, n in self.exclude for case in read_cases(path).cases[:n]]
@@ -127,7 +126,7 @@ class FromText:
 
     def examples(self, lm: "LM") -> "TextExamples":
         """The training examples."""
-        from factscope.editing.hypernet.examples import TextExamples
+        from factscope.editing.hypernet.train import TextExamples
         from factscope.stats.text import GeneratedText, documents, sequence_length, token_sequences
 
         length = sequence_length(lm, self.seq_length)
