@@ -33,20 +33,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
-from factscope.editing.hypernet.gradients import (
-    SplitModel,
-    changes_applied,
-    gradient_factors,
-    target_modules,
-)
 from factscope.editing.hypernet.model import (
     HypernetWeights,
     Hypernetwork,
+    SplitModel,
     build_network,
+    changes_applied,
     cpu_copy,
+    gradient_factors,
     network_for,
     pack_tensors,
     read_tensors,
+    target_modules,
 )
 from factscope.editing.hypernet.settings import Locality, Training
 from factscope.errors import BadFact, BadRunFolder, BadSetting, DidNotConverge
