@@ -26,9 +26,9 @@ which each point enters at its own layer.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -362,19 +362,6 @@ class NeuronRequest:
         return sum(len(row.positions) for row in self.rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Neuron:
-    """A selected neuron; attribution and activation are means over the contexts."""
-
-    layer: int
-    neuron: int
-    attribution: float
-    """Its integrated gradient: its contribution to the answer's probability."""
-    activation: float
-    context_fraction: float
-    """Fraction of the contexts in which coarse selection selected it."""
-
-
 class BoundKN(BoundEditor):
     """Knowledge Neurons bound to a model, every default resolved."""
 
@@ -479,8 +466,10 @@ class BoundKN(BoundEditor):
         selected, coarse = select_neurons(scores, kn.threshold, kn.context_fraction, kn.max_neurons)
         layer, number = selected.T
         means = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
+        # Attribution and activation are means over the contexts; the context fraction is that of
+        # the contexts in which coarse selection selected the neuron.
         found = [
-            Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
+            {"layer": i, "neuron": n, "attribution": a, "activation": k, "context_fraction": c}
             for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
         ]
         return kn.new_edit(
@@ -489,14 +478,16 @@ class BoundKN(BoundEditor):
             [fact],
             prefixes=self.prefixes,
             answers=[self.lm.tokenizer.decode(list(request.answer))],
-            neurons=[[asdict(neuron) for neuron in found]],
+            neurons=[found],
             # By layer, how many neurons coarse selection selected in a context on average.
             coarse=[coarse.sum(-1).float().mean(0).tolist()],
             # Relative error of the attributions: they should sum to the layers' gains.
             gaps=[gap.item()],
         )
 
-    def _changes(self, request: NeuronRequest, neurons: Sequence[Neuron]) -> dict[str, LowRank]:
+    def _changes(
+        self, request: NeuronRequest, neurons: Sequence[Mapping[str, Any]]
+    ) -> dict[str, LowRank]:
         """ΔW = (new_weight e(new) - old_weight e(old)) sᵀ of each layer with selected neurons; s
         has an entry for each of them."""
         lm, kn = self.lm, self.settings
@@ -504,15 +495,16 @@ class BoundKN(BoundEditor):
         direction = kn.new_weight * self._embedding(request.target)
         direction = direction - kn.old_weight * self._embedding(old)
         changes: dict[str, LowRank] = {}
-        for neuron in sorted(neurons, key=lambda neuron: neuron.layer):
-            weight = lm.mlp_weight(neuron.layer)
-            name = lm.name_of(lm.mlp_out(neuron.layer)) + ".weight"
+        for found in sorted(neurons, key=lambda found: found["layer"]):
+            layer, neuron = found["layer"], found["neuron"]
+            weight = lm.mlp_weight(layer)
+            name = lm.name_of(lm.mlp_out(layer)) + ".weight"
             if name not in changes:
                 changes[name] = LowRank(direction[:, None].clone(), torch.zeros(1, weight.shape[1]))
-            size = weight[:, neuron.neuron].float().norm().item() if kn.unit == "column" else 1.0
+            size = weight[:, neuron].float().norm().item() if kn.unit == "column" else 1.0
             # A negative neuron writes its column with the opposite sign.
-            negative = kn.signed and neuron.activation < 0
-            changes[name].A[0, neuron.neuron] = -size if negative else size
+            negative = kn.signed and found["activation"] < 0
+            changes[name].A[0, neuron] = -size if negative else size
         return changes
 
     def _embedding(self, ids: Sequence[int]) -> Float[Tensor, " value"]:

@@ -408,10 +408,6 @@ class ValueObjective:
         new_delta = torch.where(norm > max_norm, new_delta * max_norm / norm, new_delta)
         return torch.stack([losses.detach(), log_probs]), torch.stack([new_delta, mean, square])
 
-    def losses(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, " fact"]:
-        """L(δ) of every fact."""
-        return self.evaluate(delta)[0]
-
     def evaluate(
         self, delta: Float[Tensor, "fact width"]
     ) -> tuple[Float[Tensor, " fact"], Float[Tensor, " fact"]]:

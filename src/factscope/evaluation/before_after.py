@@ -116,7 +116,7 @@ def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
     """The weights that an edit changes, and by how much."""
     return tuple(
         ChangedWeight(name=name, shape=change.shape, rank=change.rank, norm=change.norm())
-        for name, change in ((name, edit.changes[name]) for name in edit.changed_weights)
+        for name, change in sorted(edit.changes.items())
     )
 
 
@@ -191,10 +191,7 @@ def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChang
 
     return [
         PromptChange(
-            kind=prompt.kind,
-            text=prompt.text,
-            new=prompt.new,
-            old=prompt.old,
+            **prompt._asdict(),
             before=predicted(prompt.old is not None, next(scores), next(scores)),
             after=predicted(prompt.old is not None, next(scores), next(scores)),
         )
@@ -211,32 +208,27 @@ def trace_edit(
     fact: Fact,
     settings: Tracing | None = None,
     *,
-    old: str | None = None,
-    new: str | None = None,
     name: str | None = None,
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> EditTraces:
     """Trace the fact in the unedited model, and both answers in the edited one, with one noise.
 
-    `old` is by default what the unedited model predicts; `new` the target of the edited fact with
-    the same subject, or what the edited model predicts. `name` is that of the edited model in the
-    records. The checks of the edit are not repeated: a broken model can be traced too. With the
-    metric logit-difference, the old and the new object are compared with each other.
+    The old answer is what the unedited model predicts, the new one the target of the edited fact
+    with the same subject, or what the edited model predicts. With the metric logit-difference they
+    are compared with each other. `name` is that of the edited model in the records. The checks of
+    the edit are not repeated: a broken model can be traced too.
     """
     settings = settings or Tracing()
     scale = default_noise_scale(lm, settings.corruption, [fact])
-    targets = [own.target for own in edit.facts if own.subject == fact.subject]
-    new, predicted = new or next(iter(targets), None), old is None
+    new = next((own.target for own in edit.facts if own.subject == fact.subject), None)
     run = partial(trace, fact=fact, settings=settings, scale=scale, memory=memory)
     edited_lm = replace(lm, name=name or f"{lm.name} + edit")
     with shown(progress) as report:
         first, second, third = split(report, [1, 1, 1])
-        before = run(lm, answer=old, foil=new, progress=first)
-        old = before.answer
+        before = run(lm, foil=new, progress=first)
         with edit.applied(edited_lm, force=True):
-            after = run(edited_lm, answer=new, foil=old, progress=second)
-            # The token itself where it is predicted: its text may be tokenized differently.
-            same = [before.answer_id] if predicted else old
-            old_after = run(edited_lm, answer=same, foil=new, progress=third)
+            after = run(edited_lm, answer=new, foil=before.answer, progress=second)
+            # The token itself: its text may be tokenized differently.
+            old_after = run(edited_lm, answer=[before.answer_id], foil=new, progress=third)
     return EditTraces(before=before, after=after, old_after=old_after)

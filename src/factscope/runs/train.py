@@ -56,8 +56,7 @@ class FromCases:
     seed: Seed = 0
     """Seed of the order of the cases."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
     def spec(self) -> dict[str, Any]:
         """The settings, with the hashes of the files."""
@@ -110,8 +109,7 @@ class FromText:
     name: str = "text"
     """Name of the data set."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
     def spec(self) -> dict[str, Any]:
         """The settings, with the hash of the text."""
