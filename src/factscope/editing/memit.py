@@ -28,7 +28,7 @@ from factscope.editing.defaults import check_layer, memit_defaults, resolve_seco
 from factscope.editing.edit import Change, Dense, Edit, LowRank
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Memit, describe_second_moment
-from factscope.editing.value_search import BoundValueEditor, ValueResult, ValueSearcher
+from factscope.editing.value_search import BoundValueEditor, ValueResult
 from factscope.errors import BadEdit, BadSetting, FactscopeError
 from factscope.lm.hooks import hook_io, hook_outputs
 
@@ -39,8 +39,10 @@ FACTS_PER_PASS = 32
 """Facts per forward pass when keys and states are read."""
 
 
-class BoundMemit(BoundValueEditor):
+class BoundMemit(BoundValueEditor[Memit]):
     """MEMIT bound to a model, every default resolved."""
+
+    site = "state"  # the state h at the last layer, and δ such that z = h + δ
 
     def __init__(self, settings: Memit, lm: "LM") -> None:
         defaults = memit_defaults(lm)
@@ -49,6 +51,7 @@ class BoundMemit(BoundValueEditor):
             raise BadSetting(f"layers is {layers}; give at least one, in ascending order")
         self.lm = lm
         self.layers = tuple(check_layer(lm, layer) for layer in layers)
+        self.layer = self.layers[-1]
         self.covariance_weight = settings.covariance_weight or defaults.covariance_weight
         self.prefixes = resolve_prefixes(lm, settings)
         self.search = settings.search.resolve(
@@ -67,10 +70,6 @@ class BoundMemit(BoundValueEditor):
             prefixes=self.prefixes,
             search=self.search,
             second_moment=tuple(C for C in self.second_moments if C is not None) or "identity",
-        )
-        # For each fact the state h at the last layer, and δ such that z = h + δ.
-        self.searcher = ValueSearcher(
-            lm=lm, settings=self.settings, layer=self.layers[-1], site="state"
         )
 
     def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
@@ -122,7 +121,7 @@ class BoundMemit(BoundValueEditor):
     ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"], list[Tensor]]:
         """Each fact's key at a layer and the bare prompt's state at the last one, as edited; also
         input and output of the norm after the layer's MLP, if there is one."""
-        lm, last = self.lm, self.layers[-1]
+        lm = self.lm
         norm = lm.mlp_norm(layer)
         batches: list[list[Tensor]] = []
         for begin in range(0, len(requests), FACTS_PER_PASS):
@@ -138,7 +137,9 @@ class BoundMemit(BoundValueEditor):
             with (
                 edited(lm, edits, edit_of),
                 hook_io((lm.mlp_out(layer), lambda k, _, keys=keys: keys.append(k))),
-                hook_outputs((lm.blocks[last], lambda h, states=states: states.append(h.clone()))),
+                hook_outputs(
+                    (lm.blocks[self.layer], lambda h, states=states: states.append(h.clone()))
+                ),
                 hook_io(*([] if norm is None else [(norm, read_norm)])),
             ):
                 lm.model.base_model(ids, use_cache=False)

@@ -32,7 +32,7 @@ from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import results_or_errors
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Rome
-from factscope.editing.value_search import BoundValueEditor, ValueResult, ValueSearcher
+from factscope.editing.value_search import BoundValueEditor, ValueResult
 from factscope.errors import FactscopeError
 from factscope.facts import Fact
 from factscope.progress import Progress, split
@@ -45,8 +45,10 @@ EQUAL_KEYS = 1e-5
 """Keys whose relative difference is below this count as equal: it may be rounding."""
 
 
-class BoundRome(BoundValueEditor):
+class BoundRome(BoundValueEditor[Rome]):
     """ROME bound to a model, every default resolved."""
+
+    site = "mlp"
 
     def __init__(self, settings: Rome, lm: "LM", facts: Sequence[Fact]) -> None:
         self.lm = lm
@@ -64,13 +66,6 @@ class BoundRome(BoundValueEditor):
             prefixes=self.prefixes,
             search=self.search,
             second_moment=self.second_moment or "identity",
-        )
-        self.searcher = ValueSearcher(
-            lm=lm,
-            settings=self.settings,
-            layer=self.layer,
-            site="mlp",
-            scales=self.scales if settings.scale_delta else None,
         )
 
     def unchecked_edit(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, list[float]]:
@@ -108,8 +103,10 @@ class BoundRome(BoundValueEditor):
             lambda v, change: self.new_edit([v], {self.weight_name: change}), values, changes
         )
 
-    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"]:
+    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"] | None:
         """wᵀk of the contexts and of the KL prompt, which is the last row."""
+        if not self.settings.scale_delta:
+            return None
         w = self.update_directions(keys[:, :-1])
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
