@@ -116,10 +116,7 @@ def attribute_neurons(
     points_per_pass: int | None = None,
     progress: Progress = no_progress,
 ) -> NeuronAttributions:
-    """IG of every neuron of every layer, for each position of the rows and its label.
-
-    `points_per_pass` is None for what fits into memory.
-    """
+    """IG of every neuron of every layer, for each position of the rows and its label."""
     paths = NeuronPaths(lm, rows, kn.site)
     nodes, weights = quadrature(kn.steps, kn.rule)
     size = max(1, math.ceil((points_per_pass or paths.max_points()) / kn.steps))
@@ -275,10 +272,7 @@ class NeuronPaths:
         alpha: Float[Tensor, " new"],
         leaves: list[tuple[Tensor, Tensor]],
     ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-        """A hook that scales the neurons of the `new` points, which enter at this layer.
-
-        It appends k and α k, a leaf of the autograd tape, to `leaves`.
-        """
+        """A hook that scales the `new` points' neurons k; k and the leaf α k go to `leaves`."""
         at_key = self.site == "key"
         module = self.lm.mlp_out(layer) if at_key else self.lm.mlp_act(layer)
 

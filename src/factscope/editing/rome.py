@@ -118,10 +118,8 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
-        bare, mean = (
-            torch.stack([rows(x.values) for x in values])
-            for rows in (lambda rows: rows[0], lambda rows: rows.mean(0))
-        )
+        bare = torch.stack([x.values[0] for x in values])
+        mean = torch.stack([x.values.mean(0) for x in values])
         v = bare if self.settings.value == "bare" else mean
         W_k = bare if self.settings.key == "bare" else mean
         return v + torch.stack([x.delta for x in values]) - W_k

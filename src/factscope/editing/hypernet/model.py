@@ -199,10 +199,7 @@ class FactorChange:
 def gradient_factors(
     split: SplitModel, hidden: Float[Tensor, "fact token width"], batch: TokenBatch
 ) -> tuple[list[GradientFactors], Float[Tensor, " fact"]]:
-    """The factors of each fact's loss for every target module, and the losses.
-
-    `hidden` is the input of the first edited layer.
-    """
+    """The factors of each fact's loss for every target, and the losses; `above` gets `hidden`."""
     inputs: dict[int, Tensor] = {}
     probes: dict[int, Tensor] = {}
 
@@ -298,10 +295,7 @@ class EditedWeights:
 
 
 class Hypernetwork(nn.Module, ABC):
-    """A network that maps the gradient factors of facts to changes of the edited weights.
-
-    Facts are independent: a fact's changes depend on that fact alone.
-    """
+    """A network that maps each fact's gradient factors, on their own, to changes of the weights."""
 
     def __init__(self, config: Any, weights: EditedWeights) -> None:
         super().__init__()

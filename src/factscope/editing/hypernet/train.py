@@ -228,10 +228,7 @@ class ExampleBatch:
         return len(self.edit.ids)
 
     def locality_rows(self, epoch: int) -> tuple[TokenBatch, Tensor, Tensor]:
-        """Rows that must not change, with their states; by default edit rows of other examples.
-
-        Each epoch pairs the examples differently.
-        """
+        """Rows that must not change, and their states; by default edit rows, paired by epoch."""
         if self.locality is not None:
             return self.locality, self.entering[-1], self.last[-1]
         shift = 1 + epoch % (len(self) - 1)
