@@ -125,7 +125,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         """One edit for all facts, and their division factors."""
         searching, continuing = split(progress, SEARCHES)
         values = raise_first_error(self.search_values(facts, searching))
-        edits = self._insert_until_taken(values, self.insert_jointly, continuing)
+        edits = self.insert_until_taken(values, self.insert_jointly, continuing)
         continuing(1.0)
         return raise_first_error(edits)[0], self.division_factors(values)
 
@@ -134,7 +134,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         searching, continuing = split(progress, SEARCHES)
 
         def insert_and_check(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            edits = self._insert_until_taken(values, self.insert_each, continuing)
+            edits = self.insert_until_taken(values, self.insert_each, continuing)
             pairs = zip(self.division_factors(values), edits, strict=False)
             factors = [factor for factor, edit in pairs if isinstance(edit, Edit)]
             return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors or None))
@@ -143,7 +143,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         continuing(1.0)
         return results
 
-    def _insert_until_taken(
+    def insert_until_taken(
         self,
         values: list[ValueResult],
         insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
