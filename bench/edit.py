@@ -33,8 +33,7 @@ from typing import Any
 import torch
 
 from factscope.editing.editor import Editor
-from factscope.editing.hypernet.gradients import target_modules
-from factscope.editing.hypernet.model import HypernetWeights, network_for
+from factscope.editing.hypernet.model import HypernetWeights, network_for, target_modules
 from factscope.editing.hypernet.settings import KeConfig, MendConfig
 from factscope.editing.reference import reference_rome
 from factscope.editing.settings import HypernetEditor, Ke, Mend, Rome, editor

@@ -247,7 +247,8 @@ class TraceRecord(Record):
 
     def _repr_html_(self) -> str:
         """The tables as heat maps, for notebooks; the darker, the higher the probability."""
-        top = max([self.clean, *_cells(self.restored.values())]) or 1.0
+        cells = (x or 0.0 for table in self.restored.values() for row in table for x in row)
+        top = max([self.clean, *cells]) or 1.0
         parts = [f"<p>{html.escape(repr(self))}</p>"]
         for kind, table in self.restored.items():
             rows = ""
@@ -277,10 +278,6 @@ class EditTraces:
         """The three records as one line of JSON."""
         names = (field.name for field in dataclasses.fields(self))
         return "{" + ", ".join(f'"{n}": {getattr(self, n).to_json()}' for n in names) + "}"
-
-
-def _cells(tables: Iterable[CellTable]) -> Iterator[float]:
-    return (x for table in tables for row in table for x in row if x is not None)
 
 
 def as_cell_table(rows: Iterable[Sequence[float | None]]) -> CellTable:

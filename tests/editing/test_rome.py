@@ -56,7 +56,7 @@ def rome_on(lm: LM, base: Rome = DEFAULT, **settings: Any) -> BoundRome:
 
 def values_on(bound: BoundRome, facts: list[Fact]) -> list[ValueResult]:
     """The results of the value search for facts without errors."""
-    return raise_first_error(bound.searcher.search(facts, no_progress))
+    return raise_first_error(bound.search_values(facts, no_progress))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> bool:

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from factscope.editing.contexts import TokenBatch, edit_request
-from factscope.editing.hypernet.gradients import SplitModel, gradient_factors, target_modules
-from factscope.editing.hypernet.model import HypernetWeights, Hypernetwork, network_for
+from factscope.editing.hypernet.model import (
+    HypernetWeights,
+    Hypernetwork,
+    SplitModel,
+    gradient_factors,
+    network_for,
+    target_modules,
+)
 from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
 from factscope.editing.settings import HypernetEditor, Ke, Mend
 from factscope.facts import Fact

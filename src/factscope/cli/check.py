@@ -87,9 +87,8 @@ class Checks:
 
     def check_model(self) -> str:
         """Load the model, or build a tiny one."""
-        from factscope.lm.load import load
+        from factscope.lm.load import load, tiny_lm
         from factscope.lm.sources import DEFAULT_MODEL, SHORT_NAMES, is_converted
-        from factscope.lm.tiny import tiny_lm
 
         if self.model is None and not is_converted(DEFAULT_MODEL):
             self.lm = tiny_lm(self.device)

@@ -149,7 +149,7 @@ def _trace_prompt(options: TraceOptions) -> None:
 
 def _compare(options: TraceOptions, fact: Fact, out: Path | None) -> None:
     """Trace a fact before and after the edits."""
-    from factscope.evaluation.edit_traces import trace_edit
+    from factscope.evaluation.before_after import trace_edit
     from factscope.lm.tokens import chat_fact
 
     edits = load_edits(options.edit)

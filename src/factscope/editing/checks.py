@@ -45,8 +45,11 @@ def with_checks(
     factors = [None] * len(edits) if division_factors is None else division_factors
     models = [None, *edits]
     if any(linear_of(lm, name) is None for edit in edits for name in edit.changes):
-        [before] = _text_perplexities(lm, [None])
-        after = [_perplexity_applied(lm, edit) for edit in edits]
+        # Rows cannot have edits of embeddings: write each edit to the weights.
+        before, after = text_perplexity(lm), []
+        for edit in edits:
+            with edit.applied(lm, force=True):
+                after.append(text_perplexity(lm))
     else:
         before, *after = [
             perplexity
@@ -73,12 +76,10 @@ TOKENS_PER_PASS = 8192
 def with_predictions(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
     """The edits with what prompts predict added to their checks: whether their facts took, and how
     many neighbours changed. All edits share one batch."""
-    own = [(i, fact) for i, edit in enumerate(edits) for fact in edit.facts if fact.target]
-    own_rows = [edit_request(lm, fact).rows[0] for _, fact in own]
+    own = _fact_rows(lm, edits)
     neighbours = [_neighbour_rows(lm, edit.facts) for edit in edits]
     distinct = list(dict.fromkeys(row for rows in neighbours for row in rows))
-    rows = [(i, row) for (i, _), row in zip(own, own_rows, strict=True)]
-    rows += [(i, row) for i, of_edit in enumerate(neighbours) for row in of_edit]
+    rows = [*own, *((i, row) for i, of_edit in enumerate(neighbours) for row in of_edit)]
     tops = _top_tokens(lm, [*rows, *((None, row) for row in distinct)], edits)
     unedited = dict(zip(distinct, tops[len(rows) :], strict=True))
     taken: list[list[bool]] = [[] for _ in edits]
@@ -101,18 +102,24 @@ def with_predictions(lm: "LM", edits: Sequence[Edit]) -> list[Edit]:
 def facts_taken(lm: "LM", edits: Sequence[Edit]) -> list[list[bool]]:
     """For each fact of each edit: is every token of its new object the most likely one after its
     prompt? (`value_search` continues a search by this.)"""
-    rows = [(i, edit_request(lm, x).rows[0]) for i, edit in enumerate(edits) for x in edit.facts]
+    rows = _fact_rows(lm, edits)
     taken: list[list[bool]] = [[] for _ in edits]
     for (i, row), top in zip(rows, _top_tokens(lm, rows, edits), strict=True):
         taken[i].append(top.tokens == row.labels)
     return taken
 
 
+def _fact_rows(lm: "LM", edits: Sequence[Edit]) -> list[tuple[int, TokenRow]]:
+    """The bare prompt and new object of each fact, with the index of its edit."""
+    facts = [(i, fact) for i, edit in enumerate(edits) for fact in edit.facts if fact.target]
+    return [(i, edit_request(lm, fact).rows[0]) for i, fact in facts]
+
+
 def _mean(values: Sequence[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def neighbour_prompts(facts: Sequence[Fact], count: int = NEIGHBOURS) -> list[str]:
+def neighbour_prompts(facts: Sequence[Fact]) -> list[str]:
     """Built-in prompts about other subjects: half of them as similar to the facts' prompts as
     possible, most of these of the same relation; the others of all kinds."""
     texts = [fact.text for fact in facts]
@@ -130,10 +137,10 @@ def neighbour_prompts(facts: Sequence[Fact], count: int = NEIGHBOURS) -> list[st
         if not any(fact.subject in text for text in texts)
         and not any(other.subject in fact.text for other in facts)
     ]
-    similar = sorted(pool, key=similarity, reverse=True)[: count // 2]
+    similar = sorted(pool, key=similarity, reverse=True)[: NEIGHBOURS // 2]
     rest = [fact for fact in pool if fact not in similar]
-    general = rest[:: max(1, len(rest) // (count - len(similar)))]
-    return [fact.text for fact in [*similar, *general][:count]]
+    general = rest[:: max(1, len(rest) // (NEIGHBOURS - len(similar)))]
+    return [fact.text for fact in [*similar, *general][:NEIGHBOURS]]
 
 
 def _neighbour_rows(lm: "LM", facts: Sequence[Fact]) -> list[TokenRow]:
@@ -230,12 +237,6 @@ def raise_if_unsafe(lm: "LM", edit: Edit) -> None:
 def text_perplexity(lm: "LM") -> float:
     """The text's perplexity under the model as it is, with the edits that are applied."""
     return _text_perplexities(lm, [None])[0]
-
-
-def _perplexity_applied(lm: "LM", edit: Edit) -> float:
-    """The text's perplexity with the edit in the weights: rows cannot have edits of embeddings."""
-    with edit.applied(lm, force=True):
-        return text_perplexity(lm)
 
 
 @torch.no_grad()

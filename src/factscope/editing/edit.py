@@ -195,10 +195,9 @@ class EditChecks:
             return f"took for {100 * self.taken:.0f} % of its facts"
         return "took" if self.taken else "did not take"
 
-    def complaints(self, limits: CheckLimits | None = None) -> list[str]:
+    def complaints(self) -> list[str]:
         """One sentence for each limit that the edit breaks. A NaN breaks its limit."""
-        limits = limits or CheckLimits()
-        messages = []
+        limits, messages = CheckLimits(), []
         if self.division_factor is not None and not self.division_factor >= limits.division_factor:
             messages.append(
                 f"division factor {self.division_factor:.3g} below {limits.division_factor:g}"
@@ -220,10 +219,9 @@ class EditChecks:
             )
         return messages
 
-    def raise_if_unsafe(self, limits: CheckLimits | None = None) -> None:
+    def raise_if_unsafe(self) -> None:
         """Raise `UnsafeEdit` if a limit is broken."""
-        complaints = self.complaints(limits)
-        if complaints:
+        if complaints := self.complaints():
             raise UnsafeEdit(
                 f"the edit fails its checks: {'; '.join(complaints)}. Try another layer or prompt, "
                 "or force the edit"
@@ -234,9 +232,9 @@ class EditChecks:
         return asdict(self)
 
 
-def broken_text(before: float, after: float, limits: CheckLimits | None = None) -> str | None:
+def broken_text(before: float, after: float) -> str | None:
     """Why a model is broken, by the perplexity of unrelated text without and with its edits."""
-    limit = (limits or CheckLimits()).broken_perplexity
+    limit = CheckLimits.broken_perplexity
     if after <= limit * before:
         return None
     return f"perplexity of unrelated text from {before:.4g} to {after:.4g}, above {limit:g} times"

@@ -125,7 +125,11 @@ def _factors_and_biases(
             value, key = _shape(lm, f"{module}.weight")
             factors[module] = LowRank(torch.zeros(value, 1), torch.zeros(1, key))
     rank = max(change.rank for change in factors.values())
-    return {module: _padded(change, rank) for module, change in factors.items()}, biases
+    for module, change in factors.items():
+        zeros = rank - change.rank
+        B, A = F.pad(change.B, (0, zeros)), F.pad(change.A, (0, 0, 0, zeros))
+        factors[module] = LowRank(B, A)
+    return factors, biases
 
 
 def _checked(change: Change, lm: "LM", name: str) -> Change:
@@ -167,12 +171,6 @@ def _factors(change: Change) -> LowRank:
     if value <= key:
         return LowRank(torch.eye(value), change.delta)
     return LowRank(change.delta, torch.eye(key))
-
-
-def _padded(change: LowRank, rank: int) -> LowRank:
-    """The same ΔW with zeros up to a rank."""
-    zeros = rank - change.rank
-    return LowRank(F.pad(change.B, (0, zeros)), F.pad(change.A, (0, 0, 0, zeros)))
 
 
 def _peft_config(factors: Mapping[str, LowRank], lm: "LM") -> dict[str, Any]:

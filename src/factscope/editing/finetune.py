@@ -16,7 +16,7 @@ error: Adam's first step depends on the sign of the gradient only.)
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,12 +29,7 @@ from factscope.editing.checks import with_checks
 from factscope.editing.contexts import EditRequest, TokenBatch, TokenRow, edit_requests
 from factscope.editing.defaults import check_layer, finetune_layer, finetune_max_change
 from factscope.editing.edit import Dense, Edit
-from factscope.editing.editor import (
-    BoundEditor,
-    map_valid,
-    raise_first_error,
-    results_or_errors,
-)
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error, results_or_errors
 from factscope.editing.settings import FineTune
 from factscope.errors import DidNotConverge, FactscopeError
 from factscope.facts import Fact
@@ -292,13 +287,8 @@ class BoundFineTune(BoundEditor):
                 f"{by_step}); try another layer, a lower learning rate, more steps or a larger "
                 "limit"
             )
-        settings = asdict(self.settings)
+        changes = {w.name: Dense(x) for w, x in zip(self.weights, result.deltas, strict=True)}
+        edit = self.settings.new_edit(self.lm, changes, facts, losses=[losses])
+        settings = dict(edit.settings)
         del settings["facts_per_pass"]  # does not affect the result
-        return Edit(
-            changes={w.name: Dense(x) for w, x in zip(self.weights, result.deltas, strict=True)},
-            model=self.lm.name,
-            fingerprint=self.lm.fingerprint,
-            method=self.settings.method,
-            facts=tuple(facts),
-            settings={**settings, "losses": [losses]},
-        )
+        return replace(edit, settings=settings)

@@ -26,9 +26,9 @@ which each point enters at its own layer.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -116,10 +116,7 @@ def attribute_neurons(
     points_per_pass: int | None = None,
     progress: Progress = no_progress,
 ) -> NeuronAttributions:
-    """IG of every neuron of every layer, for each position of the rows and its label.
-
-    `points_per_pass` is None for what fits into memory.
-    """
+    """IG of every neuron of every layer, for each position of the rows and its label."""
     paths = NeuronPaths(lm, rows, kn.site)
     nodes, weights = quadrature(kn.steps, kn.rule)
     size = max(1, math.ceil((points_per_pass or paths.max_points()) / kn.steps))
@@ -275,10 +272,7 @@ class NeuronPaths:
         alpha: Float[Tensor, " new"],
         leaves: list[tuple[Tensor, Tensor]],
     ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-        """A hook that scales the neurons of the `new` points, which enter at this layer.
-
-        It appends k and α k, a leaf of the autograd tape, to `leaves`.
-        """
+        """A hook that scales the `new` points' neurons k; k and the leaf α k go to `leaves`."""
         at_key = self.site == "key"
         module = self.lm.mlp_out(layer) if at_key else self.lm.mlp_act(layer)
 
@@ -360,19 +354,6 @@ class NeuronRequest:
     def readouts(self) -> int:
         """The number of positions in all contexts."""
         return sum(len(row.positions) for row in self.rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neuron:
-    """A selected neuron; attribution and activation are means over the contexts."""
-
-    layer: int
-    neuron: int
-    attribution: float
-    """Its integrated gradient: its contribution to the answer's probability."""
-    activation: float
-    context_fraction: float
-    """Fraction of the contexts in which coarse selection selected it."""
 
 
 class BoundKN(BoundEditor):
@@ -479,8 +460,10 @@ class BoundKN(BoundEditor):
         selected, coarse = select_neurons(scores, kn.threshold, kn.context_fraction, kn.max_neurons)
         layer, number = selected.T
         means = [x.float().mean(0)[layer, number].tolist() for x in (scores, neurons, coarse)]
+        # Attribution and activation are means over the contexts; the context fraction is that of
+        # the contexts in which coarse selection selected the neuron.
         found = [
-            Neuron(layer=i, neuron=n, attribution=a, activation=k, context_fraction=c)
+            {"layer": i, "neuron": n, "attribution": a, "activation": k, "context_fraction": c}
             for (i, n), a, k, c in zip(selected.tolist(), *means, strict=True)
         ]
         return kn.new_edit(
@@ -489,14 +472,16 @@ class BoundKN(BoundEditor):
             [fact],
             prefixes=self.prefixes,
             answers=[self.lm.tokenizer.decode(list(request.answer))],
-            neurons=[[asdict(neuron) for neuron in found]],
+            neurons=[found],
             # By layer, how many neurons coarse selection selected in a context on average.
             coarse=[coarse.sum(-1).float().mean(0).tolist()],
             # Relative error of the attributions: they should sum to the layers' gains.
             gaps=[gap.item()],
         )
 
-    def _changes(self, request: NeuronRequest, neurons: Sequence[Neuron]) -> dict[str, LowRank]:
+    def _changes(
+        self, request: NeuronRequest, neurons: Sequence[Mapping[str, Any]]
+    ) -> dict[str, LowRank]:
         """ΔW = (new_weight e(new) - old_weight e(old)) sᵀ of each layer with selected neurons; s
         has an entry for each of them."""
         lm, kn = self.lm, self.settings
@@ -504,15 +489,16 @@ class BoundKN(BoundEditor):
         direction = kn.new_weight * self._embedding(request.target)
         direction = direction - kn.old_weight * self._embedding(old)
         changes: dict[str, LowRank] = {}
-        for neuron in sorted(neurons, key=lambda neuron: neuron.layer):
-            weight = lm.mlp_weight(neuron.layer)
-            name = lm.name_of(lm.mlp_out(neuron.layer)) + ".weight"
+        for found in sorted(neurons, key=lambda found: found["layer"]):
+            layer, neuron = found["layer"], found["neuron"]
+            weight = lm.mlp_weight(layer)
+            name = lm.name_of(lm.mlp_out(layer)) + ".weight"
             if name not in changes:
                 changes[name] = LowRank(direction[:, None].clone(), torch.zeros(1, weight.shape[1]))
-            size = weight[:, neuron.neuron].float().norm().item() if kn.unit == "column" else 1.0
+            size = weight[:, neuron].float().norm().item() if kn.unit == "column" else 1.0
             # A negative neuron writes its column with the opposite sign.
-            negative = kn.signed and neuron.activation < 0
-            changes[name].A[0, neuron.neuron] = -size if negative else size
+            negative = kn.signed and found["activation"] < 0
+            changes[name].A[0, neuron] = -size if negative else size
         return changes
 
     def _embedding(self, ids: Sequence[int]) -> Float[Tensor, " value"]:

@@ -23,23 +23,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.editing.checks import with_checks
 from factscope.editing.contexts import EditRequest, pad_rows, resolve_prefixes
 from factscope.editing.defaults import check_layer, memit_defaults, resolve_second_moment
 from factscope.editing.edit import Change, Dense, Edit, LowRank
-from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Memit, describe_second_moment
-from factscope.editing.value_search import (
-    SEARCHES,
-    ValueResult,
-    ValueSearcher,
-    insert_until_taken,
-)
+from factscope.editing.value_search import BoundValueEditor, ValueResult
 from factscope.errors import BadEdit, BadSetting, FactscopeError
-from factscope.facts import Fact
-from factscope.lm.hooks import hook_calls, hook_io, hook_outputs
-from factscope.progress import Progress, split
+from factscope.lm.hooks import hook_io, hook_outputs
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -48,8 +39,10 @@ FACTS_PER_PASS = 32
 """Facts per forward pass when keys and states are read."""
 
 
-class BoundMemit(BoundEditor):
+class BoundMemit(BoundValueEditor[Memit]):
     """MEMIT bound to a model, every default resolved."""
+
+    site = "state"  # the state h at the last layer, and δ such that z = h + δ
 
     def __init__(self, settings: Memit, lm: "LM") -> None:
         defaults = memit_defaults(lm)
@@ -58,6 +51,7 @@ class BoundMemit(BoundEditor):
             raise BadSetting(f"layers is {layers}; give at least one, in ascending order")
         self.lm = lm
         self.layers = tuple(check_layer(lm, layer) for layer in layers)
+        self.layer = self.layers[-1]
         self.covariance_weight = settings.covariance_weight or defaults.covariance_weight
         self.prefixes = resolve_prefixes(lm, settings)
         self.search = settings.search.resolve(
@@ -77,36 +71,14 @@ class BoundMemit(BoundEditor):
             search=self.search,
             second_moment=tuple(C for C in self.second_moments if C is not None) or "identity",
         )
-        # For each fact the state h at the last layer, and δ such that z = h + δ.
-        self.searcher = ValueSearcher(
-            lm=lm, settings=self.settings, layer=self.layers[-1], site="state"
-        )
 
-    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
-        """One edit for all facts."""
-        searching, continuing = split(progress, SEARCHES)
-        values = raise_first_error(self.searcher.search(facts, searching))
+    def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """One update of all values."""
+        return self.insert(values, [list(range(len(values)))])
 
-        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            return self.insert(values, [list(range(len(values)))])
-
-        edits = insert_until_taken(self.searcher, values, insert_all, continuing)
-        continuing(1.0)
-        return with_checks(self.lm, raise_first_error(edits))[0]
-
-    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        """An edit for each fact on its own, or its error."""
-        searching, continuing = split(progress, SEARCHES)
-
-        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            return self.insert(values, [[i] for i in range(len(values))])
-
-        edits = map_valid(
-            self.searcher.search(facts, searching),
-            lambda values: insert_until_taken(self.searcher, values, insert_all, continuing),
-        )
-        continuing(1.0)
-        return map_valid(edits, lambda edits: with_checks(self.lm, edits))
+    def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """An update of each value on its own."""
+        return self.insert(values, [[i] for i in range(len(values))])
 
     def insert(
         self, values: Sequence[ValueResult], groups: list[list[int]]
@@ -114,7 +86,11 @@ class BoundMemit(BoundEditor):
         """An edit for each group of facts, updated layer by layer from the lowest."""
         requests = [x.request for x in values]
         z = torch.stack([x.values[0] + x.delta for x in values])
-        edits = [self._empty_edit([values[i] for i in group]) for group in groups]
+        second_moment = [describe_second_moment(C) for C in self.second_moments]
+        edits = [
+            self.new_edit([values[i] for i in group], {}, second_moment=second_moment)
+            for group in groups
+        ]
         group_of = {i: g for g, group in enumerate(groups) for i in group}
         errors: dict[int, FactscopeError] = {}
         for n, (layer, C) in enumerate(zip(self.layers, self.second_moments, strict=True)):
@@ -145,7 +121,7 @@ class BoundMemit(BoundEditor):
     ) -> tuple[Float[Tensor, "fact key"], Float[Tensor, "fact width"], list[Tensor]]:
         """Each fact's key at a layer and the bare prompt's state at the last one, as edited; also
         input and output of the norm after the layer's MLP, if there is one."""
-        lm, last = self.lm, self.layers[-1]
+        lm = self.lm
         norm = lm.mlp_norm(layer)
         batches: list[list[Tensor]] = []
         for begin in range(0, len(requests), FACTS_PER_PASS):
@@ -153,45 +129,35 @@ class BoundMemit(BoundEditor):
             rows = [row for request in batch for row in request.rows]
             edit_of = [group_of[begin + i] for i, request in enumerate(batch) for _ in request.rows]
             ids = pad_rows(rows, lm.device)
-            read: dict[str, Tensor] = {}
+            keys, states, norm_io = [], [], []
 
-            def read_norm(x: Tensor, y: Tensor, read: dict[str, Tensor] = read) -> None:
-                read.update(x=x.clone(), y=y.clone())
+            def read_norm(x: Tensor, y: Tensor, norm_io: list[Tensor] = norm_io) -> None:
+                norm_io.extend((x.clone(), y.clone()))
 
             with (
                 edited(lm, edits, edit_of),
-                hook_calls(
-                    (lm.mlp_out(layer), lambda args, _, read=read: read.update(key=args[0]))
+                hook_io((lm.mlp_out(layer), lambda k, _, keys=keys: keys.append(k))),
+                hook_outputs(
+                    (lm.blocks[self.layer], lambda h, states=states: states.append(h.clone()))
                 ),
                 hook_io(*([] if norm is None else [(norm, read_norm)])),
-                hook_outputs(
-                    (lm.blocks[last], lambda out, read=read: read.update(state=out.clone()))
-                ),
             ):
                 lm.model.base_model(ids, use_cache=False)
             position = torch.tensor([row.edit_position for row in rows])
             row = torch.arange(len(rows))
             contexts = len(batch[0].rows)
             # Some families flatten rows and tokens before the MLP.
-            by_row = {
-                name: x.reshape(*ids.shape, -1)[row, position].float().unflatten(0, (-1, contexts))
-                for name, x in read.items()
-            }
-            k = by_row.pop("key")
+            k, *others = (
+                x.reshape(*ids.shape, -1)[row, position].float().unflatten(0, (-1, contexts))
+                for x in (*keys, *states, *norm_io)
+            )
             if self.settings.key == "mean" or contexts == 1:
                 key = k.mean(1)
             else:  # half the bare prompt's key, half the mean after the prefixes
                 key = (k[:, 0] + k[:, 1:].mean(1)) / 2
-            batches.append([key, *(by_row[x][:, 0] for x in ("state", "x", "y") if x in by_row)])
+            batches.append([key, *(x[:, 0] for x in others)])
         keys, states, *norm_io = map(torch.cat, zip(*batches, strict=True))
         return keys, states, norm_io
-
-    def _empty_edit(self, values: Sequence[ValueResult]) -> Edit:
-        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
-        second_moment = [describe_second_moment(C) for C in self.second_moments]
-        return self.settings.new_edit(
-            self.lm, {}, facts, second_moment=second_moment, losses=losses
-        )
 
 
 def input_change(

@@ -26,27 +26,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.checks import with_checks
 from factscope.editing.contexts import resolve_prefixes
 from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
-from factscope.editing.edit import Change, Edit, LowRank
-from factscope.editing.editor import (
-    BoundEditor,
-    map_valid,
-    raise_first_error,
-    results_or_errors,
-)
+from factscope.editing.edit import Edit, LowRank
+from factscope.editing.editor import results_or_errors
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Rome
-from factscope.editing.value_search import (
-    SEARCHES,
-    ValueResult,
-    ValueSearcher,
-    insert_until_taken,
-)
+from factscope.editing.value_search import BoundValueEditor, ValueResult
 from factscope.errors import FactscopeError
 from factscope.facts import Fact
-from factscope.progress import NestedProgress, Progress, split
+from factscope.progress import Progress, split
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -56,8 +45,10 @@ EQUAL_KEYS = 1e-5
 """Keys whose relative difference is below this count as equal: it may be rounding."""
 
 
-class BoundRome(BoundEditor):
+class BoundRome(BoundValueEditor[Rome]):
     """ROME bound to a model, every default resolved."""
+
+    site = "mlp"
 
     def __init__(self, settings: Rome, lm: "LM", facts: Sequence[Fact]) -> None:
         self.lm = lm
@@ -76,106 +67,79 @@ class BoundRome(BoundEditor):
             search=self.search,
             second_moment=self.second_moment or "identity",
         )
-        self.searcher = ValueSearcher(
-            lm=lm,
-            settings=self.settings,
-            layer=self.layer,
-            site="mlp",
-            scales=self.scales if settings.scale_delta else None,
-        )
 
-    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
-        """One edit for all facts: jointly, or one fact after the other."""
-        if len(facts) > 1 and self.settings.many == "sequentially":
-            edit, division_factor = self._sequentially(facts, progress)
-        else:
-            edit, division_factor = self._jointly(facts, progress)
-        return with_checks(self.lm, [edit], [division_factor])[0]
-
-    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
-        """A rank-one edit for each fact on its own, or its error."""
-        searching, continuing = split(progress, SEARCHES)
-
-        def insert_all(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            changes = insert_each(self.update_directions(values), self.residuals(values))
-            return results_or_errors(lambda v, change: self._edit([v], change), values, changes)
-
-        def finish(values: list[ValueResult]) -> list[Edit | FactscopeError]:
-            edits = insert_until_taken(self.searcher, values, insert_all, continuing)
-            factors = self.division_factors(values)
-            factors = [x for x, edit in zip(factors, edits, strict=True) if isinstance(edit, Edit)]
-            return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors))
-
-        results = map_valid(self.searcher.search(facts, searching), finish)
-        continuing(1.0)
-        return results
-
-    def _jointly(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, float]:
-        """One update for all facts, and the smallest division factor."""
-        searching, continuing = split(progress, SEARCHES)
-        values = raise_first_error(self.searcher.search(facts, searching))
-        edits = insert_until_taken(self.searcher, values, lambda v: [self.insert(v)], continuing)
-        continuing(1.0)
-        return raise_first_error(edits)[0], min(self.division_factors(values))
-
-    def _sequentially(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, float]:
-        """One update after the other, each computed on the model with those before it."""
+    def unchecked_edit(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, list[float]]:
+        """One edit for all facts, jointly or one after the other, and their division factors."""
+        if len(facts) == 1 or self.settings.many == "jointly":
+            return super().unchecked_edit(facts, progress)
+        # One update after the other, each computed on the model with those before it.
         total: Edit | None = None
         factors: list[float] = []
-        nested = NestedProgress(progress)
-        for i, fact in enumerate(facts):
-            part = nested.within(i / len(facts), 1 / len(facts))
+        for fact, part in zip(facts, split(progress, [1] * len(facts)), strict=True):
             with edited(self.lm, [total]):
-                edit, factor = self._jointly([fact], part)
+                edit, factor = super().unchecked_edit([fact], part)
             total = edit if total is None else total + edit
-            factors.append(factor)
+            factors += factor
         assert total is not None
-        return total, min(factors)
+        return total, factors
 
     # ---- step 3
 
     def insert(self, values: Sequence[ValueResult]) -> Edit:
         """One edit for all facts."""
-        K, U = self._constraints(torch.stack([x.keys for x in values]))
-        change = insert(K, U, self._tolerances(K), self.residuals(values))
-        return self._edit(values, change)
+        K, U, tolerances = self._constraints(torch.stack([x.keys for x in values]))
+        change = insert(K, U, tolerances, self.residuals(values))
+        return self.new_edit(values, {self.weight_name: change})
 
-    def update_directions(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact key"]:
-        """w of each fact on its own."""
-        return self._update_directions(torch.stack([x.keys for x in values]))
+    def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """One update of all values."""
+        return [self.insert(values)]
 
-    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"]:
+    def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """A rank-one update of each value on its own."""
+        w = self.update_directions(torch.stack([x.keys for x in values]))
+        changes = insert_each(w, self.residuals(values))
+        return results_or_errors(
+            lambda v, change: self.new_edit([v], {self.weight_name: change}), values, changes
+        )
+
+    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"] | None:
         """wᵀk of the contexts and of the KL prompt, which is the last row."""
-        w = self._update_directions(keys[:, :-1])
+        if not self.settings.scale_delta:
+            return None
+        w = self.update_directions(keys[:, :-1])
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
-    def _update_directions(
+    def update_directions(
         self, keys: Float[Tensor, "fact context key"]
     ) -> Float[Tensor, "fact key"]:
-        K, U = self._constraints(keys)
-        return update_directions(K, U, self._tolerances(K))
+        """w of each fact on its own."""
+        return update_directions(*self._constraints(keys))
 
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
-        bare, mean = (
-            torch.stack([rows(x.values) for x in values])
-            for rows in (lambda rows: rows[0], lambda rows: rows.mean(0))
-        )
+        bare = torch.stack([x.values[0] for x in values])
+        mean = torch.stack([x.values.mean(0) for x in values])
         v = bare if self.settings.value == "bare" else mean
         W_k = bare if self.settings.key == "bare" else mean
         return v + torch.stack([x.delta for x in values]) - W_k
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        K, U = self._constraints(torch.stack([x.keys for x in values]))
-        w, k = update_directions(K, U, self._tolerances(K)), K[:, 0].double()
+        K, U, tolerances = self._constraints(torch.stack([x.keys for x in values]))
+        w, k = update_directions(K, U, tolerances), K[:, 0].double()
         # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
         return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
 
     def _constraints(
         self, keys: Float[Tensor, "fact context key"]
-    ) -> tuple[Float[Tensor, "fact constraint key"], Float[Tensor, "fact constraint key"]]:
-        """The keys k with wᵀk = 1, and the vectors C⁻¹k that w is composed of."""
+    ) -> tuple[
+        Float[Tensor, "fact constraint key"],
+        Float[Tensor, "fact constraint key"],
+        Float[Tensor, " constraint"],
+    ]:
+        """The keys k with wᵀk = 1, the vectors C⁻¹k that w is composed of, and the tolerances: 0
+        for the keys that are changed exactly, ε for those of the contexts."""
         mean, bare = keys.mean(1, keepdim=True), keys[:, :1]
         rows = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
         if keys.shape[1] == 1:  # without prefixes all of them are the same
@@ -184,24 +148,16 @@ class BoundRome(BoundEditor):
             rows.append(keys)
         K = torch.cat(rows, 1)
         source = mean if self.settings.key == "bare" else K
-        return K, self.directions(source.flatten(0, 1)).unflatten(0, (len(K), -1))
-
-    def _tolerances(self, K: Float[Tensor, "fact constraint key"]) -> Float[Tensor, " constraint"]:
-        """0 for the keys that are changed exactly, ε for those of the contexts."""
-        exact = 2 if self.settings.key == "mean-and-bare" else 1
+        U = self.directions(source.flatten(0, 1)).unflatten(0, (len(K), -1))
         tolerances = torch.full((K.shape[1],), self.settings.context_tolerance or 0.0)
-        tolerances[:exact] = 0
-        return tolerances.to(K.device)
+        tolerances[: 2 if self.settings.key == "mean-and-bare" else 1] = 0
+        return K, U, tolerances.to(K.device)
 
     def directions(self, keys: Float[Tensor, "n key"]) -> Float[Tensor, "n key"]:
         """C⁻¹k for each key."""
         if self.second_moment is None:
             return keys
         return self.second_moment.solve(keys, ridge=self.settings.ridge)
-
-    def _edit(self, values: Sequence[ValueResult], change: Change) -> Edit:
-        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
-        return self.settings.new_edit(self.lm, {self.weight_name: change}, facts, losses=losses)
 
 
 # ---- the closed form

@@ -9,8 +9,8 @@ every context of the fact. It minimises (paper eq. 4)
 
 by Adam with ‖δ‖ at most clamp · n, and v* = v₀ + δ. n is the usual norm of values at this layer
 (`usual_norm`), so that the settings suit residual streams of any scale; in the paper it is ‖v₀‖.
-ROME knows before the search which
-fraction of δ its update will add in each context, and adds that fraction (`Scales`).
+ROME knows before the search which fraction of δ its update will add in each context, and adds that
+fraction (`BoundRome.scales`).
 
 Only what depends on δ is recomputed at each step: the layers above it, over the tokens from the
 edit token on, with the keys and values left of it from one run beforehand. Many facts are searched
@@ -19,18 +19,19 @@ in one batch; their steps, losses and stops are independent.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from factscope.data.readers import everyday_facts
-from factscope.editing.checks import facts_taken
+from factscope.editing.checks import facts_taken, with_checks
 from factscope.editing.contexts import (
     ContextRow,
     EditRequest,
@@ -38,10 +39,9 @@ from factscope.editing.contexts import (
     edit_requests,
     kl_row,
     pad_rows,
-    resolve_prefixes,
 )
-from factscope.editing.edit import Edit
-from factscope.editing.editor import map_valid
+from factscope.editing.edit import Change, Edit
+from factscope.editing.editor import BoundEditor, map_valid, raise_first_error
 from factscope.editing.settings import EditToken, Memit, Rome, ValueSearch
 from factscope.errors import DidNotConverge, FactscopeError, PromptTooLong
 from factscope.facts import Fact
@@ -50,7 +50,7 @@ from factscope.lm.forward import ActivationCache, forward
 from factscope.lm.hooks import hook_io, hook_outputs
 from factscope.lm.memory import Budget, run_in_batches
 from factscope.lm.replay import PackedView, Replay
-from factscope.progress import Progress
+from factscope.progress import Progress, split
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -84,30 +84,101 @@ class ValueResult:
     """The loss at each step."""
 
 
-Scales = Callable[[Float[Tensor, "fact row key"]], Float[Tensor, "fact row"]]
-"""Factors of δ in each row, given the keys: of the contexts and, last, of the KL prompt."""
+S = TypeVar("S", bound=Rome | Memit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueSearcher:
-    """The search of values on one model, at one layer."""
+class BoundValueEditor(BoundEditor, Generic[S]):
+    """ROME or MEMIT bound to a model: a value is searched for each fact, then all are inserted."""
+
+    site: ClassVar[EditSite]
 
     lm: "LM"
-    settings: Rome | Memit
+    settings: S
     layer: int
-    site: EditSite
-    scales: Scales | None = None
-    """None adds the whole δ in every row."""
+    """The layer of the values."""
+    prefixes: tuple[str, ...]
+    search: ValueSearch
 
-    def search(
+    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"] | None:
+        """Factors of δ in each row, given the keys of the contexts and, last, of the KL prompt;
+        None adds the whole δ."""
+        return None
+
+    @abstractmethod
+    def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """One edit of all values."""
+
+    @abstractmethod
+    def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
+        """An edit of each value on its own."""
+
+    def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
+        """The division factor of each value; none if the method does not divide."""
+        return []
+
+    def edit(self, facts: Sequence[Fact], progress: Progress) -> Edit:
+        """One edit for all facts."""
+        edit, factors = self.unchecked_edit(facts, progress)
+        return with_checks(self.lm, [edit], [min(factors, default=None)])[0]
+
+    def unchecked_edit(self, facts: Sequence[Fact], progress: Progress) -> tuple[Edit, list[float]]:
+        """One edit for all facts, and their division factors."""
+        searching, continuing = split(progress, SEARCHES)
+        values = raise_first_error(self.search_values(facts, searching))
+        edits = self.insert_until_taken(values, self.insert_jointly, continuing)
+        continuing(1.0)
+        return raise_first_error(edits)[0], self.division_factors(values)
+
+    def attempt(self, facts: Sequence[Fact], progress: Progress) -> list[Edit | FactscopeError]:
+        """An edit for each fact on its own, or its error."""
+        searching, continuing = split(progress, SEARCHES)
+
+        def insert_and_check(values: list[ValueResult]) -> list[Edit | FactscopeError]:
+            edits = self.insert_until_taken(values, self.insert_each, continuing)
+            pairs = zip(self.division_factors(values), edits, strict=False)
+            factors = [factor for factor, edit in pairs if isinstance(edit, Edit)]
+            return map_valid(edits, lambda valid: with_checks(self.lm, valid, factors or None))
+
+        results = map_valid(self.search_values(facts, searching), insert_and_check)
+        continuing(1.0)
+        return results
+
+    def insert_until_taken(
+        self,
+        values: list[ValueResult],
+        insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
+        progress: Progress,
+    ) -> list[Edit | FactscopeError]:
+        """The edits of the values. Where a fact is not taken, its search continues once."""
+        edits = insert(values)
+        valid = [edit for edit in edits if isinstance(edit, Edit)]
+        if not valid or not self.search.retry:
+            return edits
+        taken = iter(facts_taken(self.lm, valid))
+        by_fact = [x for edit in edits for x in (next(taken) if isinstance(edit, Edit) else [True])]
+        missed = [value for value, is_taken in zip(values, by_fact, strict=True) if not is_taken]
+        if not missed:
+            return edits
+        found = iter(self._search_on(missed, progress))
+        return insert([v if t else next(found) for v, t in zip(values, by_fact, strict=True)])
+
+    def new_edit(
+        self, values: Sequence[ValueResult], changes: Mapping[str, Change], **results: Any
+    ) -> Edit:
+        """An edit of the values' facts that records the losses of their searches."""
+        facts, losses = [x.request.fact for x in values], [list(x.losses) for x in values]
+        return self.settings.new_edit(self.lm, changes, facts, **results, losses=losses)
+
+    # ---- the search
+
+    def search_values(
         self, facts: Sequence[Fact], progress: Progress
     ) -> list[ValueResult | FactscopeError]:
         """Search the value of each fact, in batches; a fact that fails gets its error."""
-        lm, settings = self.lm, self.settings
-        requests = edit_requests(lm, facts, resolve_prefixes(lm, settings), settings.token)
+        requests = edit_requests(self.lm, facts, self.prefixes, self.settings.token)
         return map_valid(requests, lambda valid: self._search(valid, progress))
 
-    def search_on(self, values: Sequence[ValueResult], progress: Progress) -> list[ValueResult]:
+    def _search_on(self, values: Sequence[ValueResult], progress: Progress) -> list[ValueResult]:
         """Continue the search from each δ; where the loss does not fall, the value stays."""
         results = self._search([x.request for x in values], progress, [x.delta for x in values])
         return [
@@ -140,15 +211,15 @@ class ValueSearcher:
         progress: Progress,
     ) -> list[ValueResult | FactscopeError]:
         """One batch."""
-        settings = self.settings
+        token = self.settings.token
         objective, keys, values = prepare_search(
-            self.lm, requests, self.layer, self.site, settings.token, settings.search
+            self.lm, requests, self.layer, self.site, token, self.search
         )
-        if settings.search.unit == "layer":
-            norm = usual_norm(self.lm, self.layer, self.site, settings.token)
+        if self.search.unit == "layer":
+            norm = usual_norm(self.lm, self.layer, self.site, token)
             objective = replace(objective, norm=torch.full_like(objective.norm, norm))
-        if self.scales is not None:
-            objective = replace(objective, scale=self.scales(keys).flatten().to(objective.scale))
+        if (scales := self.scales(keys)) is not None:
+            objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
             objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
         )
@@ -157,26 +228,6 @@ class ValueSearcher:
             or ValueResult(request=request, delta=d, values=v, keys=k[:-1], losses=tuple(by_step))
             for request, d, v, k, by_step in zip(requests, delta, values, keys, losses, strict=True)
         ]
-
-
-def insert_until_taken(
-    searcher: ValueSearcher,
-    values: list[ValueResult],
-    insert: Callable[[list[ValueResult]], list[Edit | FactscopeError]],
-    progress: Progress,
-) -> list[Edit | FactscopeError]:
-    """The edits of the values. Where a fact is not taken, its search continues once."""
-    edits = insert(values)
-    if not searcher.settings.search.retry:
-        return edits
-    valid = [edit for edit in edits if isinstance(edit, Edit)]
-    taken = iter(facts_taken(searcher.lm, valid))
-    by_fact = [x for edit in edits for x in (next(taken) if isinstance(edit, Edit) else [True])]
-    missed = [value for value, is_taken in zip(values, by_fact, strict=True) if not is_taken]
-    if not missed:
-        return edits
-    continued = iter(searcher.search_on(missed, progress))
-    return insert([v if t else next(continued) for v, t in zip(values, by_fact, strict=True)])
 
 
 def minimise(
@@ -353,10 +404,6 @@ class ValueObjective:
         norm = new_delta.norm(dim=-1, keepdim=True)
         new_delta = torch.where(norm > max_norm, new_delta * max_norm / norm, new_delta)
         return torch.stack([losses.detach(), log_probs]), torch.stack([new_delta, mean, square])
-
-    def losses(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, " fact"]:
-        """L(δ) of every fact."""
-        return self.evaluate(delta)[0]
 
     def evaluate(
         self, delta: Float[Tensor, "fact width"]

@@ -1,12 +1,14 @@
-"""One edit before and after: predictions after the prompts of a case, and greedy continuations.
+"""One edit before and after: predictions after the prompts of a case, continuations, and traces.
 
-No weight is written: the edited model is the same model with the edit on some rows of the batch.
+Predictions and continuations write no weight: the edited model is the same model with the edit on
+some rows of the batch.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +18,18 @@ from factscope.evaluation.score import Query, QueryScore, score_queries
 from factscope.facts import Case, Fact
 from factscope.lm.generate import generate_greedy
 from factscope.lm.tokens import encode
-from factscope.records import ChangedWeight, EditRecord, Generation, Prediction, PromptChange
+from factscope.progress import Progress, shown, split
+from factscope.records import (
+    ChangedWeight,
+    EditRecord,
+    EditTraces,
+    Generation,
+    Prediction,
+    PromptChange,
+)
+from factscope.tracing.corruption import default_noise_scale
+from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import trace
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -103,7 +116,7 @@ def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
     """The weights that an edit changes, and by how much."""
     return tuple(
         ChangedWeight(name=name, shape=change.shape, rank=change.rank, norm=change.norm())
-        for name, change in ((name, edit.changes[name]) for name in edit.changed_weights)
+        for name, change in sorted(edit.changes.items())
     )
 
 
@@ -178,12 +191,44 @@ def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChang
 
     return [
         PromptChange(
-            kind=prompt.kind,
-            text=prompt.text,
-            new=prompt.new,
-            old=prompt.old,
+            **prompt._asdict(),
             before=predicted(prompt.old is not None, next(scores), next(scores)),
             after=predicted(prompt.old is not None, next(scores), next(scores)),
         )
         for prompt in prompts
     ]
+
+
+# ---- traces
+
+
+def trace_edit(
+    lm: "LM",
+    edit: Edit,
+    fact: Fact,
+    settings: Tracing | None = None,
+    *,
+    name: str | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> EditTraces:
+    """Trace the fact in the unedited model, and both answers in the edited one, with one noise.
+
+    The old answer is what the unedited model predicts, the new one the target of the edited fact
+    with the same subject, or what the edited model predicts. With the metric logit-difference they
+    are compared with each other. `name` is that of the edited model in the records. The checks of
+    the edit are not repeated: a broken model can be traced too.
+    """
+    settings = settings or Tracing()
+    scale = default_noise_scale(lm, settings.corruption, [fact])
+    new = next((own.target for own in edit.facts if own.subject == fact.subject), None)
+    run = partial(trace, fact=fact, settings=settings, scale=scale, memory=memory)
+    edited_lm = replace(lm, name=name or f"{lm.name} + edit")
+    with shown(progress) as report:
+        first, second, third = split(report, [1, 1, 1])
+        before = run(lm, foil=new, progress=first)
+        with edit.applied(edited_lm, force=True):
+            after = run(edited_lm, answer=new, foil=before.answer, progress=second)
+            # The token itself: its text may be tokenized differently.
+            old_after = run(edited_lm, answer=[before.answer_id], foil=new, progress=third)
+    return EditTraces(before=before, after=after, old_after=old_after)

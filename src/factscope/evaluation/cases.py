@@ -125,10 +125,9 @@ def _generate_texts(
 
     def generate(batch: Sequence[int], progress: Progress) -> list[str]:
         draws = uniform_draws([prompts[j][1] for j in batch], length, scoring.seed)
+        prefixes = [ids[j] for j in batch]
         with edits_by_row(lm, edits, [edit_index[prompts[j][0]] for j in batch]):
-            rows = sample_texts(
-                lm, [ids[j] for j in batch], draws, k=scoring.top_k, progress=progress
-            )
+            rows = sample_texts(lm, prefixes, draws, k=scoring.top_k, progress=progress)
         return [
             _clean(lm, prompts[j][2] + decode_continuation(lm, ids[j], row[len(ids[j]) :]))
             for j, row in zip(batch, rows, strict=True)
@@ -163,10 +162,8 @@ class ReferenceSimilarity:
     def __call__(self, case: Case, texts: Sequence[str]) -> float | None:
         """The cosine of the TF-IDF vectors; None if the case has no reference texts."""
         fact = case.fact
-        reference_texts = self.references.texts_for(
-            fact.relation, fact.target or "", case.target_id
-        )
-        return reference_similarity(texts, reference_texts, self.idf) if reference_texts else None
+        found = self.references.texts_for(fact.relation, fact.target or "", case.target_id)
+        return reference_similarity(texts, found, self.idf) if found else None
 
 
 def load_reference_similarity(

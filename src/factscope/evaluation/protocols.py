@@ -158,25 +158,18 @@ class Evaluation:
             [cases[i] for i in usable], on_device, [index[id(edits[i])] for i in usable], progress
         )
         after = dict(zip(usable, scores, strict=True))
-        return [
-            CaseRecord(
-                fact=case.fact,
-                true=case.true,
-                data=self.data,
-                model=self.lm.name,
-                method=self.method,
-                protocol=protocol,
-                step=step,
-                before=unedited if isinstance(unedited, CaseScores) else None,
-                checks=describe_checks(edit.checks) if isinstance(edit, Edit) else {},
-                **_after(
-                    after.get(i, errors[i]),
-                    unedited if isinstance(unedited, CaseScores) else None,
-                    edit.checks.broken if isinstance(edit, Edit) and edit.checks else None,
-                ),
-            )
-            for i, (case, unedited, edit) in enumerate(zip(cases, before, edits, strict=True))
-        ]
+        records = []
+        for i, (case, scored, edit) in enumerate(zip(cases, before, edits, strict=True)):
+            unedited = scored if isinstance(scored, CaseScores) else None
+            checks = edit.checks if isinstance(edit, Edit) else None
+            broken = checks.broken if checks else None
+            record = CaseRecord(
+                fact=case.fact, true=case.true, data=self.data, model=self.lm.name,
+                method=self.method, protocol=protocol, step=step, before=unedited,
+                checks=describe_checks(checks), **_after(after.get(i, errors[i]), unedited, broken),
+            )  # fmt: skip
+            records.append(record)
+        return records
 
     def _score(
         self,

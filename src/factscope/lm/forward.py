@@ -127,10 +127,7 @@ def mlp_keys(lm: LM, ids: Int[Tensor, "row token"], layer: int) -> Float[Tensor,
 def answer_log_probability(
     lm: LM, states: Float[Tensor, "row token width"], answer: Int[Tensor, "row token"]
 ) -> Float[Tensor, " row"]:
-    """log P[answer] of each row, computed in float32: the sum over the answer's tokens.
-
-    `states` are the last-layer states that predict them.
-    """
+    """log P[answer] of each row in float32, summed over its tokens, which `states` predict."""
     logits = lm.decode(states.flatten(0, 1)).float()
     ids = answer.flatten().to(logits.device)
     log_p = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)

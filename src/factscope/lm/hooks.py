@@ -5,10 +5,11 @@ output.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -17,37 +18,38 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
+def _removed_at_exit(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    with ExitStack() as hooks:
+        for handle in handles:
+            hooks.enter_context(handle)
+        yield
+
+
 def hook_io(
     *pairs: tuple[nn.Module, Callable[[Tensor, Tensor], Tensor | None]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call each function with its module's input and output; a returned tensor is the output."""
-    with ExitStack() as hooks:
-        for module, function in pairs:
-            hooks.enter_context(
-                module.register_forward_hook(lambda _, args, out, f=function: f(args[0], out))
-            )
-        yield
+    return _removed_at_exit(
+        module.register_forward_hook(lambda _, args, out, f=function: f(args[0], out))
+        for module, function in pairs
+    )
 
 
-@contextmanager
 def hook_calls(
     *pairs: tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call each function with its module's arguments and keywords, before the module runs."""
-    with ExitStack() as hooks:
-        for module, function in pairs:
-            hooks.enter_context(
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, f=function: f(args, kwargs), with_kwargs=True
-                )
-            )
-        yield
+    return _removed_at_exit(
+        module.register_forward_pre_hook(
+            lambda _, args, kw, f=function: f(args, kw), with_kwargs=True
+        )
+        for module, function in pairs
+    )
 
 
-@contextmanager
 def hook_outputs(
     *pairs: tuple[nn.Module, Callable[[Tensor], Tensor | None]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call each function with its module's output; a returned tensor replaces it.
 
     If a module returns a tuple, as some families' blocks do, the function gets its first item.
@@ -62,7 +64,6 @@ def hook_outputs(
 
         return hook
 
-    with ExitStack() as hooks:
-        for module, function in pairs:
-            hooks.enter_context(module.register_forward_hook(hook_for(function)))
-        yield
+    return _removed_at_exit(
+        module.register_forward_hook(hook_for(function)) for module, function in pairs
+    )

@@ -29,8 +29,7 @@ from factscope.runs.folder import CHECKPOINT, WEIGHTS, RunFolder, locks_folder, 
 from factscope.settings import Seed, check
 
 if TYPE_CHECKING:
-    from factscope.editing.hypernet.examples import CaseExamples, TextExamples
-    from factscope.editing.hypernet.train import Trainer
+    from factscope.editing.hypernet.train import CaseExamples, TextExamples, Trainer
     from factscope.lm.model import LM
 
 SAVE_PAUSE = 20
@@ -57,8 +56,7 @@ class FromCases:
     seed: Seed = 0
     """Seed of the order of the cases."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
     def spec(self) -> dict[str, Any]:
         """The settings, with the hashes of the files."""
@@ -73,13 +71,13 @@ class FromCases:
 
     def examples(self, lm: "LM") -> "CaseExamples":
         """The training examples."""
-        from factscope.editing.hypernet.examples import CaseExamples
+        from factscope.editing.hypernet.train import CaseExamples
 
         return CaseExamples(self.cases(), self.locality)
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to train on, shuffled."""
-        from factscope.editing.hypernet.examples import without_overlap
+        from factscope.editing.hypernet.train import without_overlap
 
         cases = read_cases(self.path).cases
         excluded = [case for path, n in self.exclude for case in read_cases(path).cases[:n]]
@@ -111,8 +109,7 @@ class FromText:
     name: str = "text"
     """Name of the data set."""
 
-    def __post_init__(self) -> None:
-        check(self)
+    __post_init__ = check
 
     def spec(self) -> dict[str, Any]:
         """The settings, with the hash of the text."""
@@ -127,7 +124,7 @@ class FromText:
 
     def examples(self, lm: "LM") -> "TextExamples":
         """The training examples."""
-        from factscope.editing.hypernet.examples import TextExamples
+        from factscope.editing.hypernet.train import TextExamples
         from factscope.stats.text import GeneratedText, documents, sequence_length, token_sequences
 
         length = sequence_length(lm, self.seq_length)

@@ -105,7 +105,8 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
     file that is too large to hold in memory is read in its own order.
     """
     try:
-        texts = _text_blocks(path)
+        blocks = groupby(_lines(path), key=lambda line: not line.strip())
+        texts = ("".join(lines).strip() for blank, lines in blocks if not blank)
         if path.stat().st_size <= MAX_SHUFFLED_BYTES:
             shuffled = list(texts)
             random.Random(seed).shuffle(shuffled)
@@ -116,13 +117,6 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
         yield from chain([first], texts)
     except (OSError, EOFError, zlib.error) as error:
         raise BadSetting(f"cannot read the text file {path}: {error}") from error
-
-
-def _text_blocks(path: Path) -> Iterator[str]:
-    """Groups of lines between blank lines."""
-    for blank, lines in groupby(_lines(path), key=lambda line: not line.strip()):
-        if not blank:
-            yield "".join(lines).strip()
 
 
 def _lines(path: Path) -> Iterator[str]:

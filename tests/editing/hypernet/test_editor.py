@@ -14,19 +14,17 @@ from torch import Tensor
 from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
 from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
-from factscope.editing.hypernet.gradients import (
-    SplitModel,
-    changes_applied,
-    gradient_factors,
-    target_modules,
-)
 from factscope.editing.hypernet.model import (
     Gate,
     KeNetwork,
     MendNetwork,
     RunningNorm,
+    SplitModel,
+    changes_applied,
+    gradient_factors,
     load_weights,
     pack_weights,
+    target_modules,
 )
 from factscope.editing.per_row import edited
 from factscope.editing.settings import Ke, Mend, editor

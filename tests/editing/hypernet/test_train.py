@@ -10,17 +10,19 @@ import torch
 
 from factscope.data.readers import read_cases
 from factscope.editing.contexts import TokenRow, edit_request
-from factscope.editing.hypernet.examples import (
+from factscope.editing.hypernet.model import pack_tensors
+from factscope.editing.hypernet.settings import KeConfig, network_config
+from factscope.editing.hypernet.train import (
     BatchCache,
     CaseExamples,
     Example,
     TextExamples,
+    Trainer,
+    load_checkpoint_,
     split_examples,
+    training_pass,
     without_overlap,
 )
-from factscope.editing.hypernet.model import pack_tensors
-from factscope.editing.hypernet.settings import KeConfig, network_config
-from factscope.editing.hypernet.train import Trainer, load_checkpoint_, training_pass
 from factscope.errors import BadEditorWeights, BadSetting
 from factscope.lm.load import load
 from factscope.lm.model import LM

@@ -62,11 +62,11 @@ def test_the_value_search_has_the_same_losses(family: str, monkeypatch: pytest.M
         objective = objective_of(lm, FACTS[1:])
         delta = torch.full((2, lm.width), 0.05, requires_grad=True)
         with attention.suffix_attention(objective.hidden.device), torch.enable_grad():
-            found = objective.losses(delta)
+            found, _ = objective.evaluate(delta)
             (gradient,) = torch.autograd.grad(found.sum(), delta)
         some = torch.tensor([1])
         with attention.suffix_attention(objective.hidden.device):
-            fewer = objective.select(some).losses(delta.detach()[some])
+            fewer, _ = objective.select(some).evaluate(delta.detach()[some])
         assert torch.allclose(fewer, found.detach()[some], rtol=1e-5)
         return found.detach(), gradient, objective.split_past
 

@@ -24,7 +24,7 @@ from factscope.editing.checks import (
 from factscope.editing.contexts import EditRequest, TokenBatch, edit_requests
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import BoundEditor, map_valid, raise_first_error, sum_edits
-from factscope.editing.hypernet.gradients import (
+from factscope.editing.hypernet.model import (
     FactorChange,
     SplitModel,
     changes_applied,

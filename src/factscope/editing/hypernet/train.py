@@ -7,13 +7,24 @@ prompt that the edit must not change. Adam minimises the mean over a batch of ed
 the network with the lowest loss on the validation examples; training stops after `patience`
 evaluations without improvement. A checkpoint holds the network, Adam's state and the progress;
 training resumes from it bit-for-bit.
+
+Examples from cases: an edit writes a fact's new object, and a paraphrase tests whether it
+generalises. The locality prompt is the case's unrelated question (zsRE), one of its neighbours, or
+the prompt of another case. Examples from text: an edit teaches a continuation that the model
+sampled after a sequence of tokens, and the locality prompt is another sequence.
+
+Batches always consist of the same examples, and `BatchCache` keeps the hidden states that enter the
+first edited layer. A training step therefore runs only the layers above. Recomputed states are
+bit-for-bit identical to cached ones, also in a resumed run.
 """
 
 import hashlib
 import math
+import random
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +32,275 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.hypernet.examples import BatchCache, ExampleBatch, Examples, split_examples
-from factscope.editing.hypernet.gradients import (
-    SplitModel,
-    changes_applied,
-    gradient_factors,
-    target_modules,
-)
+from factscope.editing.contexts import TokenBatch, TokenRow, edit_request
 from factscope.editing.hypernet.model import (
     HypernetWeights,
     Hypernetwork,
+    SplitModel,
     build_network,
+    changes_applied,
     cpu_copy,
+    gradient_factors,
     network_for,
     pack_tensors,
     read_tensors,
+    target_modules,
 )
-from factscope.editing.hypernet.settings import Training
-from factscope.errors import BadRunFolder, BadSetting, DidNotConverge
+from factscope.editing.hypernet.settings import Locality, Training
+from factscope.errors import BadFact, BadRunFolder, BadSetting, DidNotConverge
+from factscope.facts import Case
 from factscope.io import write_atomic
+from factscope.lm.accel import free_memory, on_gpu
+from factscope.lm.generate import sample_texts, uniform_draws
+from factscope.lm.tokens import continuation_ids, encode
 from factscope.records import TrainingRecord
+from factscope.stats.text import GeneratedText, TokenSequence
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 CHECKPOINT_FORMAT = "factscope-checkpoint"
 CHECKPOINT_VERSION = 2
+TOP_K = 50
+"""Continuations of text are sampled from the 50 most likely tokens."""
+CPU_CACHE_BYTES = 4 << 30
+"""Hidden states that are cached in main memory. On a GPU: half of its free memory."""
+
+
+# ---- examples
+
+
+@dataclass(frozen=True)
+class Example:
+    """One edit to make."""
+
+    edit: TokenRow
+    rephrase: TokenRow
+    """A paraphrase that must show the edit; the edit's own row if there is none."""
+    locality: TokenRow | None
+    """A row that must not change; None: the edit row of another example of the batch."""
+
+
+def _row(prompt: Sequence[int], target: Sequence[int]) -> TokenRow:
+    """A prompt followed by the target, which is scored."""
+    end = len(prompt) - 1
+    positions = tuple(range(end, end + len(target)))
+    return TokenRow(ids=(*prompt, *target[:-1]), positions=positions, labels=tuple(target))
+
+
+# ---- from cases
+
+
+@dataclass(frozen=True)
+class CaseExamples:
+    """Examples from cases."""
+
+    cases: tuple[Case, ...]
+    locality: Locality = "unrelated"
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def by_length(self, indices: range) -> list[int]:
+        """The indices sorted by the length of the prompt."""
+        return sorted(indices, key=lambda i: len(self.cases[i].fact.text))
+
+    def load(self, lm: "LM", indices: Sequence[int]) -> list[Example]:
+        """The examples at these indices, without cases that cannot be tokenized."""
+        examples = []
+        for i in indices:
+            with suppress(BadFact):
+                examples.append(self._example(lm, self.cases[i]))
+        return examples
+
+    def _example(self, lm: "LM", case: Case) -> Example:
+        def row(text: str, target: str) -> TokenRow:
+            prompt = encode(lm, text)
+            return _row(prompt.ids, continuation_ids(lm, prompt, text, target.strip()))
+
+        edit = edit_request(lm, case.fact).rows[0]
+        new = (case.fact.target or "").strip()
+        rephrase = row(case.paraphrases[0], new) if case.paraphrases else edit
+        # The neighbour of a zsRE case, which has no true object, is an unrelated question.
+        usable = self.locality == "neighbours" or case.true is None
+        if not usable or not case.neighbours:
+            return Example(edit, rephrase, None)
+        answer = case.neighbour_answers[0] if case.neighbour_answers else case.true
+        return Example(edit, rephrase, row(case.neighbours[0], answer or new))
+
+
+def without_overlap(cases: Iterable[Case], others: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases whose subject does not occur in the others."""
+
+    def subject(case: Case) -> str:
+        return " ".join(case.fact.subject.casefold().split())
+
+    subjects = {subject(case) for case in others}
+    return tuple(case for case in cases if subject(case) not in subjects)
+
+
+# ---- from text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextExamples:
+    """Examples from text: token sequences, each with a continuation that the model sampled."""
+
+    sequences: Sequence[TokenSequence] | GeneratedText
+    """Token sequences of one length, or text generated by the model."""
+    count: int
+    target_tokens: int = 10
+    """Tokens of the continuation that an edit teaches."""
+    seed: int = 0
+    cache: dict[int, list[Example]] = field(default_factory=dict, compare=False, repr=False)
+    """Sampled examples, by the index of the first of each batch."""
+
+    def __post_init__(self) -> None:
+        if self.target_tokens < 1:
+            raise BadSetting(f"target_tokens is {self.target_tokens}; give 1 or more")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def by_length(self, indices: range) -> list[int]:
+        """The indices in their order: all examples have the same length."""
+        return list(indices)
+
+    def load(self, lm: "LM", indices: Sequence[int]) -> list[Example]:
+        """The examples at these indices."""
+        size = 256 if on_gpu(lm) else 64
+        examples = []
+        for i in indices:
+            first = i // size * size
+            if first not in self.cache:
+                # Always the same batch: rounding, and so a sample, can depend on the other rows.
+                self.cache[first] = self._sample(lm, range(first, min(first + size, self.count)))
+            examples.append(self.cache[first][i - first])
+        return examples
+
+    def _sample(self, lm: "LM", indices: range) -> list[Example]:
+        source = self.sequences
+        if isinstance(source, GeneratedText):
+            length = source.length
+            longer = replace(source, length=length + self.target_tokens, batch_size=len(indices))
+            texts = list(longer.sequences(indices))
+        else:
+            prompts = [source[i] for i in indices]
+            length = len(prompts[0])
+            draws = uniform_draws([str(i) for i in indices], length + self.target_tokens, self.seed)
+            texts = sample_texts(lm, prompts, draws, k=TOP_K)
+        rows = [_row(ids[:length], ids[length:]) for ids in texts]
+        return [Example(row, row, None) for row in rows]
+
+
+Examples = CaseExamples | TextExamples
+
+
+def split_examples(count: int, validation: int) -> tuple[range, range]:
+    """Indices for training and for validation: the last ones, at most a fifth."""
+    held_out = min(validation, count // 5)
+    if held_out < 2:
+        raise BadSetting(f"{count} examples are too few to train and validate; give at least 10")
+    return range(count - held_out), range(count - held_out, count)
+
+
+# ---- batches
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleBatch:
+    """Examples padded to one length, with hidden states of the unedited model.
+
+    The first axis of the states is the kind of row: edit, then rephrase and locality where given.
+    """
+
+    edit: TokenBatch
+    rephrase: TokenBatch | None
+    """None if no example has a paraphrase."""
+    locality: TokenBatch | None
+    """None if not every example has a locality row."""
+    entering: Float[Tensor, "kind fact token width"]
+    """Input of the first edited layer."""
+    last: Float[Tensor, "kind fact token width"]
+    """Output of the last layer."""
+
+    def __len__(self) -> int:
+        return len(self.edit.ids)
+
+    def locality_rows(self, epoch: int) -> tuple[TokenBatch, Tensor, Tensor]:
+        """Rows that must not change, and their states; by default edit rows, paired by epoch."""
+        if self.locality is not None:
+            return self.locality, self.entering[-1], self.last[-1]
+        shift = 1 + epoch % (len(self) - 1)
+        return self.edit.roll(shift), self.entering[0].roll(shift, 0), self.last[0].roll(shift, 0)
+
+
+class BatchCache:
+    """Batches of examples; their hidden states are cached as far as memory allows."""
+
+    def __init__(self, split: SplitModel, examples: Examples, indices: range, size: int) -> None:
+        self.split, self.examples = split, examples
+        order = examples.by_length(indices)
+        self.batches = [order[i : i + size] for i in range(0, len(order), size)]
+        """Indices of the examples in each batch, at least two."""
+        if len(self.batches) > 1 and len(self.batches[-1]) < 2:
+            last = self.batches.pop()
+            self.batches[-1] += last
+        self.cached: dict[int, ExampleBatch] = {}
+        device = split.lm.device
+        self.free_bytes = free_memory(device) // 2 if on_gpu(device) else CPU_CACHE_BYTES
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def at_step(self, step: int, seed: int) -> tuple[ExampleBatch | None, int]:
+        """The batch of a training step, and its epoch; every epoch has an order of its own."""
+        epoch, position = divmod(step, len(self))
+        order = list(range(len(self)))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        return self.batch(order[position]), epoch
+
+    def batch(self, number: int) -> ExampleBatch | None:
+        """A batch; None if fewer than two of its examples can be used."""
+        if number in self.cached:
+            return self.cached[number]
+        examples = self.examples.load(self.split.lm, self.batches[number])
+        if len(examples) < 2:
+            return None
+        batch = self._build(examples)
+        size = batch.entering.nbytes + batch.last.nbytes
+        if size <= self.free_bytes:
+            self.free_bytes -= size
+            self.cached[number] = batch
+        return batch
+
+    def _build(self, examples: Sequence[Example]) -> ExampleBatch:
+        has_rephrase = any(example.rephrase != example.edit for example in examples)
+        locality = [example.locality for example in examples if example.locality is not None]
+        has_locality = len(locality) == len(examples)
+        kinds = [[example.edit for example in examples]]
+        if has_rephrase:
+            kinds.append([example.rephrase for example in examples])
+        if has_locality:
+            kinds.append(locality)
+        length = max(len(row.ids) for rows in kinds for row in rows)
+        batches = [TokenBatch.of(rows, self.split.lm.device, length) for rows in kinds]
+        ids = torch.cat([batch.ids for batch in batches])
+        tokens = 16384 if on_gpu(self.split.lm) else 1024  # per forward pass
+        size = max(1, tokens // length)
+        size += len(ids) % size == 1  # no row alone: its pass would round differently
+        parts = zip(*(self.split.below(chunk) for chunk in ids.split(size)), strict=True)
+        entering, last = (torch.cat(part).unflatten(0, (len(kinds), -1)) for part in parts)
+        return ExampleBatch(
+            edit=batches[0],
+            rephrase=batches[1] if has_rephrase else None,
+            locality=batches[-1] if has_locality else None,
+            entering=entering,
+            last=last,
+        )
+
+
+# ---- training
 
 
 @dataclass(frozen=True, eq=False)

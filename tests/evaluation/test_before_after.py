@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from factscope.evaluation.edit_traces import trace_edit
+from factscope.evaluation.before_after import trace_edit
 from factscope.facts import Fact
 from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import trace
