@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from factscope.analysis.effects import NORMALISED
 from factscope.analysis.metrics import UNEDITED, Summary
 from factscope.analysis.preferences import Interval, Preference
 from factscope.analysis.sweep import NONE, Setting, Sweep
@@ -154,6 +155,8 @@ METRIC_LABELS = {
     "kl": "KL(clean ‖ run)",
     "rank": "rank of {answer}",
 }
+for _texts in (METRIC_NAMES, METRIC_LABELS):
+    _texts |= {NORMALISED + metric: f"normalised {text}" for metric, text in _texts.items()}
 
 
 def metric_label(record: TraceRecord) -> str:
