@@ -130,6 +130,8 @@ KIND_STYLES = {
 
 LENS_COLORS, HEAD_COLORS = "Blues", "Oranges"
 """Colormaps of the logit lens and of heads."""
+HEAD_SHADES: tuple[RGB, RGB, RGB] = ((255, 245, 235), (253, 141, 60), (127, 39, 4))
+"""`HEAD_COLORS` on web pages, as `KindStyle.shades`."""
 
 CELL_NAMES = {**{kind: style.name for kind, style in KIND_STYLES.items()}, "heads": "heads"}
 """All kinds of cells, in lines and tables."""
