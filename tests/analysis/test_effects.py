@@ -1,6 +1,7 @@
 """Token roles, average effects and intervals against numbers computed by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from factscope.analysis.effects import (
     has_severed,
     indirect_effects,
     normalised,
+    normalised_run,
     roles,
     severed_comparison,
     strongest_subject_cell,
@@ -297,8 +299,34 @@ def test_an_effect_is_the_distance_moved_towards_the_other_run(
 
 
 def test_normalised_cells_are_0_in_the_corrupted_and_1_in_the_clean_run():
-    trace = traced({3: (2.0, -1.0)}, metric="kl", clean_metric=0.0, corrupted_metric=2.0)
-    assert normalised(trace, "states")[3] == pytest.approx([0.0, 1.5])
+    tables = {
+        "heads": (((2.0, None),) * 6,),
+        "attribution": {"states": ((1.0, 0.0),) * 6},
+        "knockout": {"subject": (0.0, 2.0)},
+    }
+    trace = traced({3: (2.0, -1.0)}, metric="kl", clean_metric=0.0, corrupted_metric=2.0, **tables)
+    shown = normalised(trace)
+    assert shown.restored["states"][3] == pytest.approx([0.0, 1.5])
+    assert shown.heads[0][0] == (0.0, None)
+    assert shown.attribution["states"][0] == (0.5, 1.0)
+    assert shown.knockout["subject"] == (1.0, 0.0)
+    assert (shown.corrupted_value, shown.clean_value, total_effect(shown)) == (0.0, 1.0, 1.0)
+    # The effect is the same fraction of the total effect, whatever the direction of the metric.
+    raw = indirect_effects(trace, "states") / total_effect(trace)
+    np.testing.assert_allclose(indirect_effects(shown, "states"), raw)
+    assert shown.metric == "normalised kl"
+    assert (shown.clean, shown.fact) == (trace.clean, trace.fact)
+    same = replace(trace, clean_metric=2.0)
+    assert normalised(same) is same
+
+
+def test_a_normalised_average_is_a_fraction_of_the_average_total_effect():
+    traces = [traced({3: (p, p)}, clean=clean) for p, clean in ((0.5, 0.9), (0.2, 0.3))]
+    raw, shown = average_effects(traces), average_effects(normalised_run(traces))
+    np.testing.assert_allclose(shown.mean, raw.mean / raw.total.mean)
+    assert (shown.clean.mean, shown.total.mean) == pytest.approx((1.0, 1.0))
+    assert shown.corrupted.mean == 0.0
+    assert shown.metric == "normalised probability"
 
 
 def test_traces_with_different_metrics_are_not_averaged():

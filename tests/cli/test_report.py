@@ -114,6 +114,18 @@ def test_report_refuses_records_that_are_not_finite(
     assert contents(tmp_path) == before
 
 
+def test_effects_are_reported_as_fractions_of_the_total_effect(factscope: Run) -> None:
+    raw = json.loads(factscope("report", "trace", "--json").out)["summary"]["states"]
+    result = factscope("report", "trace", "--normalised", "--json")
+    assert result.code == 0, result.err
+    shown = json.loads(result.out)["summary"]["states"]
+    assert shown["average_total_effect"] == pytest.approx(1)
+    for role, peak in shown["peaks"].items():
+        expected = raw["peaks"][role]["effect"] / raw["average_total_effect"]
+        assert peak["effect"] == pytest.approx(expected)
+    assert_refused(factscope("report", "evaluate", "--normalised"), "--normalised is about traces")
+
+
 def test_a_diverged_training_is_reported(factscope: Run, tmp_path: Path) -> None:
     path = tmp_path / "train" / "records.jsonl"
     path.write_text(path.read_text().replace('"loss": 2.0', '"loss": NaN'))

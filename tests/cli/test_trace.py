@@ -203,6 +203,23 @@ def test_another_subject_and_every_table(factscope: Run, model: Path, tmp_path: 
     assert drawn == [f"kremlin{x}.png" for x in ("-heads", "-knockout", "-lens", "")]
 
 
+def test_normalised_values_are_shown_and_raw_ones_recorded(
+    factscope: Run, model: Path, tmp_path: Path
+) -> None:
+    words = ("--replace-with", "Big Ben", "--kinds", "states", "--normalised", "-m", model)
+    raw = json.loads(factscope(*KREMLIN, *words, "--json").out)
+    assert raw["metric"] == "probability"
+    assert raw["clean_metric"] is None
+    result = factscope(*KREMLIN, *words, "--out", "kremlin.html")
+    assert result.code == 0, result.err
+    label = f"normalised p({raw['answer'].strip()})"
+    assert f"{label}: clean 1.00   corrupted 0.00" in result.out
+    assert f"metric: {label}; 0 is the corrupted run" in (tmp_path / "kremlin.html").read_text()
+    run = factscope("trace", "--facts", "facts.jsonl", "--out", "run", "--normalised")
+    assert run.code == 2
+    assert "give it to `factscope report`" in run.err
+
+
 def test_a_single_table_is_drawn_under_the_requested_name(
     factscope: Run, model: Path, tmp_path: Path
 ) -> None:

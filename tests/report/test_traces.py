@@ -10,7 +10,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from factscope.analysis.attention import average_knockout
-from factscope.analysis.effects import average_kinds
+from factscope.analysis.effects import average_kinds, normalised
 from factscope.analysis.estimate import Estimate
 from factscope.errors import BadRecord
 from factscope.records import TraceRecord
@@ -100,6 +100,24 @@ def test_caption_names_the_lowest_cell_where_effects_lower_the_metric():
     cells = ((2.0, 1.5), (0.25, None), *[(2.0, 2.0)] * 4)
     page = trace_page(trace(**KL, restored={"states": cells}, severed={}, gradients={}))
     assert "KL(clean ‖ run) is lowest at Space*, layer 0: 0.25" in page
+
+
+def test_normalised_values_are_shown_on_a_scale_from_0_to_1(tmp_path: Path, no_drawing: None):
+    cells = (*[(0.1, 0.1)] * 3, (0.1, 0.35), *[(0.1, 0.1)] * 2)
+    record = trace(restored={"states": cells}, severed={}, gradients={})
+    page = trace_page(normalised(record))
+    assert "normalised p(Seattle)" in page
+    assert "0 is the corrupted run, 1 the clean run" in page
+    assert "normalised p(Seattle) is highest at le*, layer 1: 0.50" in page
+    records = [record, replace(record, clean=0.35)]  # ATE 0.375
+    write_trace_report(records, tmp_path / "report", normalise=True)
+    report = (tmp_path / "report" / "index.html").read_text("utf-8")
+    assert "<dt>metric</dt><dd>normalised p(o)" in report
+    assert "<dt>average total effect</dt><dd>1.00 ±" in report
+    assert "is highest at le*, layer 1: 0.50" in report  # each fact on its own scale
+    assert "is highest at le*, layer 1: 1.00" in report
+    effects = (tmp_path / "report" / "effects.csv").read_text("utf-8")
+    assert "last subject token,1,0.6666" in effects  # 0.25 / 0.375
 
 
 def test_run_report_has_averages_of_heads_knockout_and_lens(tmp_path: Path, no_drawing: None):

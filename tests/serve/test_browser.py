@@ -13,6 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
 from factscope import Fact, trace
+from factscope.analysis.attribution import compare_attribution, over_all_layers
 from factscope.analysis.effects import strongest_subject_cell
 from factscope.report.labels import display_token
 from factscope.serve.schemas import default_tracing
@@ -100,6 +101,84 @@ def test_the_logit_lens_shows_what_each_state_predicts(
     assert page.find("#lens .words").is_displayed()
 
 
+def test_the_metric_and_the_direction_are_named_and_drawn(page: Page) -> None:
+    page.write_prompt(CITY, TOWER)
+    page.js("document.querySelector('#trace-form details').open = true")
+    assert not page.find("#foil").is_displayed()
+    Select(page.find("[name=metric]")).select_by_value("logit-difference")
+    Select(page.find("[name=direction]")).select_by_value("corrupt")
+    page.find("#foil").send_keys("Rome")
+    page.trace()
+    assert page.text("#heatmaps h3") == "Corrupted: a single state"
+    assert "in the clean run is set to its value in the corrupted run" in page.text("#intervention")
+    [label, *_] = page.texts("#heatmaps .scale span:first-child")
+    assert label.startswith("logit(")
+    assert label in page.text("#intervention")
+    numbers = dict(zip(page.texts("#baseline dt"), page.texts("#baseline dd"), strict=True))
+    clean, corrupted = (numbers[f"{label}, {run} run"] for run in ("clean", "corrupted"))
+    assert {start for start, _ in scale_ends(page)} == {clean}
+    assert page.text("#heatmaps output").startswith("lowest at")
+    cells = page.find("#heatmaps .cells")
+    cells.send_keys(Keys.ARROW_DOWN)
+    value, effect = page.text("#heatmaps output").rpartition(" · ")[2].split(", effect ")
+    assert float(value) + float(effect) == pytest.approx(float(clean), abs=0.011)
+    page.click("#normalised")
+    assert {start for start, _ in scale_ends(page)} == {"1.00"}
+    assert page.text("#heatmaps .scale span:first-child") == f"normalised {label}"
+    assert "figure.png?normalise=true" in page.js("document.querySelector('#trace-files a').href")
+    page.click("#normalised")
+    assert corrupted != clean
+    page.open(page.js("location.hash"))
+    page.until(page.traced)
+    assert page.find("#foil").get_attribute("value") == "Rome"
+    assert page.text("#heatmaps .scale span:first-child") == label
+
+
+def test_heads_knockout_and_attribution(page: Page, server: tuple[str, ServerState]) -> None:
+    settings = replace(
+        default_tracing(server[1].limits), heads=True, knockout=True, attribution="atp"
+    )
+    fact = Fact(subject=TOWER, prompt="{} is located in the city of")
+    record = trace(server[1].lm, fact, settings)
+    page.click("#restore-heads")
+    page.until(lambda: page.all("#heads .cells") and page.idle)
+    assert page.text("#heads-tokens [aria-pressed=true]") == "of"
+    for token in (-1, record.subject[0]):
+        label = page.texts("#heads-tokens button")[token]
+        page.click(f"#heads-tokens button:nth-child({token % len(record.tokens) + 1})")
+        page.until(lambda: page.all("#heads .cells") and page.idle)
+        assert page.text("#heads h3") == f"Restored: a single head at “{label}”"
+        assert len(page.all("#heads .tokens li")) == server[1].lm.n_heads
+        page.find("#heads .cells").send_keys(Keys.ARROW_RIGHT)  # the last head, layer 1
+        value = record.heads[-1][token][1]
+        assert value is not None
+        assert f"layer 1 · {100 * value:.1f}\u00a0%, effect" in page.text("#heads output")
+    page.click("#knock-out")
+    page.until(lambda: page.all("#knockout .curve") and page.idle)
+    names = ["subject tokens", "relation tokens", "last token"]
+    assert page.texts("#knockout .legend span") == names
+    page.find("#knockout .plot").send_keys(Keys.ARROW_RIGHT)
+    change = 100 * (record.knockout["subject"][1] / record.clean - 1)
+    assert f"layer 1 · subject tokens {change:.1f}\u00a0%" in page.text("#knockout output")
+    page.click("#estimate")
+    page.until(lambda: page.all("#attribution .cells") and page.idle)
+    assert page.texts("#attribution h3") == ["Measured: states", "AtP estimate: states"]
+    [graded, *_] = over_all_layers(compare_attribution([record]))
+    shown = page.texts("#attribution dd")
+    assert shown[0] == f"{graded.pearson.mean:.2f}"
+    assert shown[2] == f"{10 * graded.missed.mean:.0f} of 10"
+    Select(page.find("#attribution-kind")).select_by_value("mlp")
+    assert page.texts("#attribution h3") == ["Measured: MLP", "AtP estimate: MLP"]
+    page.click("#normalised")
+    assert page.text("#attribution .scale span:first-child").startswith("normalised")
+    assert page.text("#knockout text").startswith("change of normalised")
+    page.click("#normalised")
+    assert page.accessibility_problems() == []
+    scale = "((e) => e.getBoundingClientRect().width / e.viewBox.baseVal.width)"
+    assert page.js(f"{scale}(document.querySelector('#knockout svg'))") > 0.95  # readable text
+    page.screenshot("attention")
+
+
 def test_another_subject_and_answer(page: Page) -> None:
     page.write_prompt(CITY, TOWER)
     page.js("document.querySelector('#trace-form details').open = true")
@@ -152,7 +231,8 @@ def test_a_half_filled_map_has_the_scale_of_a_full_one(
 def test_high_values_stand_out_in_both_themes(page: Page) -> None:
     script = """const done = arguments[0]; import('/static/heatmap.js').then(({ HeatMap }) => {
         const colors = [[252, 251, 253], [158, 154, 200], [63, 0, 125]];
-        const map = new HeatMap({ title: '', colors, labels: ['a'], layers: 2, format: String });
+        const map = new HeatMap({ title: '', colors, labels: ['a'], layers: 2,
+            scale: { unit: '', format: String, value: (x) => x, base: 0, sign: 1 } });
         document.body.append(map.node);
         map.updateAll([[0, 1]]);
         const { data } = map.canvas.getContext('2d').getImageData(0, 0, 2, 1);

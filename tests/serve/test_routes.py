@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from factscope.analysis.attribution import compare_attribution
 from factscope.analysis.metrics import Summary, summarize
 from factscope.editing import edit as edit_module
 from factscope.editing.edit import Edit
@@ -31,9 +32,10 @@ from factscope.evaluation.before_after import before_after
 from factscope.facts import Case, Fact
 from factscope.lm.model import LM
 from factscope.records import CaseRecord, EditRecord, TraceRecord, write_records
+from factscope.report.labels import metric_label
 from factscope.serve import routes_runs
 from factscope.serve.limits import ServerLimits
-from factscope.serve.schemas import EDIT_SETTINGS, METHODS, TRACE_SETTINGS
+from factscope.serve.schemas import EDIT_SETTINGS, METHODS, TABLE_SETTINGS, TRACE_SETTINGS
 from factscope.serve.security import HEADERS
 from factscope.serve.sessions import ServerState, Sessions
 from factscope.settings import settings_of
@@ -229,6 +231,113 @@ def test_the_logit_lens(client: httpx.Client, lm: LM) -> None:
     assert len(top) == 5
     again = events(client, "/api/traces", {**body, "tables": ["lens clean"]})
     assert again == [found]
+
+
+def numbers(table: Any) -> np.ndarray:
+    return np.array(table, dtype=float)
+
+
+TOWER_FACT = Fact(subject=TOWER, prompt="{} is located in the city of")
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "sign"),
+    [("kl", "restore", -1), ("rank", "corrupt", 1), ("logit-difference", "corrupt", -1)],
+)
+def test_metrics_and_directions(
+    client: httpx.Client, lm: LM, metric: Any, direction: Any, sign: int
+) -> None:
+    settings = {"samples": 2, "window": 2, "metric": metric, "direction": direction}
+    found = events(client, "/api/traces", {**FACT, "settings": settings, "foil": " Rome "})[-1]
+    foil = "Rome" if metric == "logit-difference" else None
+    wanted = trace(
+        lm, TOWER_FACT,
+        Tracing(corruption=Corruption(samples=2), window=2, metric=metric, direction=direction),
+        foil=foil,
+    )  # fmt: skip
+    for kind, table in wanted.restored.items():
+        mine = numbers(found["tables"]["restored"][kind])
+        np.testing.assert_allclose(mine, numbers(table), rtol=1e-4, atol=1e-6)
+    assert (found["metric"], found["direction"], found["sign"]) == (metric, direction, sign)
+    assert found["metric_label"] == metric_label(wanted)
+    values = (found["clean_value"], found["corrupted_value"], found["base_value"])
+    expected = (wanted.clean_value, wanted.corrupted_value, wanted.base_value)
+    assert values == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_heads_are_restored_at_one_token_at_a_time(client: httpx.Client, lm: LM) -> None:
+    body = {**FACT, "settings": {"samples": 2, "seed": 3}}
+    wanted = trace(lm, TOWER_FACT, Tracing(corruption=Corruption(samples=2, seed=3), heads=True))
+    last, start = len(wanted.tokens) - 1, wanted.subject[0]
+    name = events(client, "/api/traces", body)[-1]["name"]
+    heads = {**body, "tables": ["heads"]}
+    found = events(client, "/api/traces", heads)
+    assert {(e["table"], *e["tokens"]) for e in found if e["event"] == "cells"} == {("heads", last)}
+    assert list(found[-1]["tables"]["heads"]) == [str(last)]
+    more = events(client, "/api/traces", {**heads, "token": start})[-1]
+    assert more["name"] == name
+    assert set(more["tables"]["restored"]) == {"states", "mlp", "attn"}
+    for token in (start, last):  # both are stored
+        mine, expected = more["tables"]["heads"][str(token)], numbers(wanted.heads)[:, token]
+        np.testing.assert_allclose(numbers(mine), expected, rtol=1e-4)
+    assert events(client, "/api/traces", heads) == [more]  # from the cache
+    record = TraceRecord.from_json(client.get(f"/api/traces/{name}/record.json").text)
+    assert [i for i, row in enumerate(record.heads[0]) if row[0] is not None] == [start, last]
+    assert client.get(f"/api/traces/{name}/heads.svg").content.startswith(b"<?xml")
+    beyond = events(client, "/api/traces", {**heads, "token": 40})[-1]
+    assert f"token is 40; the prompt has the tokens 0 to {last}" in beyond["error"]["message"]
+
+
+def test_attention_knockout(client: httpx.Client, lm: LM) -> None:
+    body = {**FACT, "settings": {"samples": 2, "seed": 4}, "tables": ["knockout"]}
+    assert events(client, "/api/traces", body)[-1]["tables"]["knockout"]["window"] == 9
+    body["settings"] |= {"knockout-window": 1}
+    found = events(client, "/api/traces", body)[-1]["tables"]["knockout"]
+    settings = Tracing(corruption=Corruption(samples=2), knockout=True, knockout_window=1)
+    wanted = trace(lm, TOWER_FACT, settings)
+    assert found["window"] == 1
+    for group, values in wanted.knockout.items():
+        assert found["values"][group] == pytest.approx(values, rel=1e-4)
+        relative = [x / wanted.clean - 1 for x in values]
+        assert found["changes"][group] == pytest.approx(relative, rel=1e-3, abs=1e-5)
+    assert found["names"]["relation"] == "relation tokens"
+    again = events(client, "/api/traces", body)
+    assert [event["event"] for event in again] == ["record"]
+
+
+def test_attribution_is_compared_with_the_measured_cells(client: httpx.Client, lm: LM) -> None:
+    body = {**FACT, "settings": {"samples": 2, "seed": 6, "window": 1}}
+    assert events(client, "/api/traces", body)[-1]["agreement"] == {}
+    body["tables"] = ["states", "attribution states", "attribution mlp"]
+    corruption = Corruption(samples=2, seed=6)
+    for method, name in (("atp", "AtP"), ("atp-star", "AtP*")):
+        body["settings"] |= {"attribution": method}
+        found = events(client, "/api/traces", body)
+        assert not [event for event in found if event["event"] == "cells"]  # they are stored
+        settings: Any = {"corruption": corruption, "window": 1, "attribution": method}
+        wanted = trace(lm, TOWER_FACT, Tracing(**settings))
+        estimates = found[-1]["tables"]["attribution"]
+        for kind in ("states", "mlp"):
+            expected = numbers(wanted.attribution[kind])
+            np.testing.assert_allclose(numbers(estimates[kind]), expected, rtol=1e-3, atol=1e-7)
+        [graded, *_] = compare_attribution([wanted])
+        agreement = found[-1]["agreement"]["states"]
+        assert agreement["method"] == name
+        assert agreement["pearson"] == pytest.approx(graded.pearson.mean, abs=1e-3)
+        assert agreement["missed"] == round(10 * graded.missed.mean)
+        assert (agreement["top"], agreement["cells"]) == (10, graded.cells)
+    body["settings"] |= {"metric": "rank"}
+    check_error(client.post("/api/traces", json=body), 422, "metric is 'rank'", "logit-difference")
+
+
+def test_a_trace_is_downloaded_with_normalised_values(client: httpx.Client) -> None:
+    name = events(client, "/api/traces", TRACE)[-1]["name"]
+    address = f"/api/traces/{name}/page.html"
+    assert "0 is the corrupted run, 1 the clean run" not in client.get(address).text
+    normalised = {"normalise": True}
+    assert "0 is the corrupted run, 1 the clean run" in client.get(address, params=normalised).text
+    raw = client.get(f"/api/traces/{name}/record.json", params=normalised).text
+    assert TraceRecord.from_json(raw).metric == "probability"
 
 
 TOKENS = {
@@ -513,6 +622,9 @@ def test_settings_of_the_forms_are_those_of_the_dataclasses(client: httpx.Client
     about = client.get("/api/about").json()
     settings = {setting["name"]: setting for setting in about["trace_settings"]}
     assert list(settings) == list(TRACE_SETTINGS)
+    assert settings["metric"]["help"] == settings_of(Tracing)["metric"].help
+    assert settings["direction"]["choices"] == ["restore", "corrupt"]
+    assert [setting["name"] for setting in about["table_settings"]] == list(TABLE_SETTINGS)
     assert settings["distribution"]["choices"] == ["gaussian", "uniform", "embedding", "tokens"]
     assert settings["noise"]["default"] == "3s"
     assert settings["replace"] == {

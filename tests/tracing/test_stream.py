@@ -111,6 +111,38 @@ def test_replacement_heads_knockout_and_lens_are_those_of_trace(llama: LM, direc
     assert_close(replace(last, heads=()), replace(whole, heads=()))
 
 
+def test_heads_at_some_tokens_are_those_of_trace(llama: LM) -> None:
+    answer = clean_answer(llama)
+    settings = replace(SETTINGS, kinds=(), sever=(), gradients=False, heads=True)
+    [whole] = trace_batch(llama, [answer], settings, SCALE, BUDGET)
+    for token in (0, 2, 5):  # before the subject, in it, the last
+        first, *found, last = stream_answer(
+            llama, answer, settings, SCALE, BUDGET, no_progress, [("heads", "")],
+            head_tokens=[token],
+        )  # fmt: skip
+        assert isinstance(last, TraceRecord)
+        for head, table in enumerate(last.heads):
+            assert set(table[:token] + table[token + 1 :]) == {(None,) * llama.n_layers}
+            assert table[token] == pytest.approx(whole.heads[head][token], rel=1e-5)
+            shown = displayed(found, "heads", str(head), (6, llama.n_layers))[token]
+            assert shown.tolist() == list(table[token])
+        assert first == replace(last, heads=())
+
+
+@pytest.mark.parametrize("method", ["atp", "atp-star"])
+def test_attribution_alone_is_that_of_trace(llama: LM, method) -> None:
+    settings = replace(SETTINGS, sever=(), gradients=False, knockout=True, attribution=method)
+    answer, progress = clean_answer(llama), []
+    only = [("attribution", "states"), ("knockout", "")]
+    *_, last = stream_answer(llama, answer, settings, SCALE, BUDGET, progress.append, only)
+    assert isinstance(last, TraceRecord)
+    [whole] = trace_batch(llama, [answer], settings, SCALE, BUDGET)
+    assert (last.attribution, last.knockout) == (whole.attribution, whole.knockout)
+    assert set(last.attribution) == {"states", "mlp", "attn"}
+    assert last.restored == {}
+    assert sum(progress) == pytest.approx(1)
+
+
 def test_the_lens_alone_can_be_requested(llama: LM) -> None:
     settings = replace(SETTINGS, kinds=(), sever=(), gradients=False, lens=True)
     first, last = streamed(llama, clean_answer(llama), settings)

@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -21,7 +21,7 @@ from jaxtyping import Float, Integer
 
 from factscope.analysis.estimate import Estimate, Estimates, column_estimates, estimate
 from factscope.errors import BadRecord, BadSetting
-from factscope.records import KINDS, Lens, TraceRecord
+from factscope.records import KINDS, CellTable, Lens, TraceRecord
 
 LENS_RUNS = ("clean", "corrupted")
 SEVERED = {"mlp": "states severed mlp", "attn": "states severed attn"}
@@ -45,6 +45,8 @@ CELL_FIELDS = ("restored", "severed", "attribution")
 
 LOWER_IS_BETTER = ("kl", "rank")
 """Metrics that are lowest in the clean run."""
+NORMALISED = "normalised "
+"""Before the name of a metric: its values in a record of `normalised`."""
 
 LAST_SUBJECT, LAST = "last subject token", "last token"
 ROLES = (
@@ -116,11 +118,47 @@ def total_effect(record: TraceRecord) -> float:
     return (-1 if record.metric in LOWER_IS_BETTER else 1) * record.total_effect
 
 
-def normalised(record: TraceRecord, table: str) -> Float[np.ndarray, "tokens layers"]:
-    """The metric of every cell on a scale from 0, the corrupted run, to 1, the clean run."""
-    cells = cell_table(record, table) - record.corrupted_value
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return cells / (record.clean_value - record.corrupted_value)
+def normalised(record: TraceRecord, total: float | None = None) -> TraceRecord:
+    """The record with its metric on a scale from 0, the corrupted run, to 1, the clean run.
+
+    It is for display: stored records hold raw values. `total` takes the place of the distance
+    between the two runs. A record whose runs do not differ is returned as it is.
+    """
+    low, total = record.corrupted_value, record.total_effect if total is None else total
+    if total == 0:
+        return record
+
+    def scale(rows: Iterable[Iterable[float | None]]) -> CellTable:
+        return tuple(tuple(None if x is None else (x - low) / total for x in row) for row in rows)
+
+    def scale_all(tables: Mapping[str, CellTable]) -> dict[str, CellTable]:
+        return {name: scale(table) for name, table in tables.items()}
+
+    return replace(
+        record,
+        metric=NORMALISED + record.metric,
+        clean_metric=record.total_effect / total,
+        corrupted_metric=0.0,
+        restored=scale_all(record.restored),
+        severed=scale_all(record.severed),
+        heads=tuple(map(scale, record.heads)),
+        attribution=scale_all(record.attribution),
+        head_attribution=tuple(map(scale, record.head_attribution)),
+        knockout={
+            group: tuple((x - low) / total for x in row) for group, row in record.knockout.items()
+        },
+    )
+
+
+def normalised_run(records: Iterable[TraceRecord]) -> list[TraceRecord]:
+    """The records of a run on one scale, for averages: 0 is each fact's corrupted run, 1 is higher
+    by the mean total effect of the known facts.
+
+    A scale of each fact's own would give most weight to the facts with the smallest total effect.
+    """
+    records = list(records)
+    totals = [record.total_effect for record in records if record.known]
+    return [normalised(record, float(np.mean(totals))) for record in records] if totals else records
 
 
 def _location(table: str) -> tuple[str, str]:

@@ -29,6 +29,9 @@ class ReportOptions(Options):
     """Folder to write to; RUN/report if not given."""
     preset: Literal["default", "paper"] = "default"
     """Traces: paper pools tokens as the paper's notebook does."""
+    normalised: bool = False
+    """Traces: show effects as fractions of the average total effect, and single facts on a scale
+    from 0, the corrupted run, to 1, the clean run."""
     cases: str | None = None
     """Evaluations: ids of the cases whose texts to show, e.g. 3,17."""
     traces: Path | None = None
@@ -38,6 +41,7 @@ class ReportOptions(Options):
 
 ABOUT = {
     "preset": ("trace", "traces"),
+    "normalised": ("trace", "traces"),
     "cases": ("evaluate", "evaluations"),
     "traces": ("sweep", "one sweep over layers"),
 }
@@ -55,7 +59,7 @@ def report(options: ReportOptions) -> None:
     commands = {folder.command for folder in folders}
     check_output_folder(options.out or folders[0].path / "report")
     for flag, (command, runs) in ABOUT.items():
-        if getattr(options, flag) not in (None, "default") and commands != {command}:
+        if getattr(options, flag) not in (None, False, "default") and commands != {command}:
             raise BadSetting(f"--{flag} is about {runs}; leave it out for other runs")
     if commands == {"evaluate"}:
         _evaluations(folders, options)
@@ -75,7 +79,7 @@ def report(options: ReportOptions) -> None:
 
 def _traces(run: RunFolder, options: ReportOptions) -> None:
     """Report the average effects of one run."""
-    from factscope.analysis.effects import average_kinds
+    from factscope.analysis.effects import average_kinds, normalised_run
     from factscope.report.tables import as_rows, summary_table
     from factscope.report.traces import run_sections, write_trace_report
 
@@ -86,7 +90,11 @@ def _traces(run: RunFolder, options: ReportOptions) -> None:
         raise BadRecord(f"{run.path} has no fact that the model knows; there is nothing to average")
     folder, title = options.out or run.path / "report", f"Causal traces: {run.path.name}"
     with doing("drawing"):
-        files = write_trace_report(records, folder, title=title, **averaging)
+        files = write_trace_report(
+            records, folder, title=title, normalise=options.normalised, **averaging
+        )
+    if options.normalised:
+        records = normalised_run(records)
     effects = average_kinds(records, **averaging)
     sections = list(run_sections(records))
     values = {

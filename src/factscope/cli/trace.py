@@ -48,6 +48,9 @@ class TraceOptions(Options):
     """Figure (.png .svg .pdf .html), or with --facts the run folder. An interrupted run resumes."""
     max_memory: str | None = None
     """Memory limit in addition to the model, e.g. 4GiB."""
+    normalised: bool = False
+    """Show all values on a scale from 0, the corrupted run, to 1, the clean run. --json prints raw
+    values."""
     preset: Literal["default", "paper"] = "default"
     """paper computes what the paper's code computes."""
     model: EditedModel = field(default_factory=EditedModel)
@@ -94,6 +97,8 @@ def trace(options: TraceOptions) -> None:
         for name in ("answer", "foil", "compare"):
             if getattr(options, name):
                 raise BadSetting(f"--{name} is for one prompt; leave it out with --facts")
+        if options.normalised:
+            raise BadSetting("--normalised is for one prompt; give it to `factscope report` later")
         if options.replace_with is not None:
             raise BadSetting(
                 "--replace-with is for one prompt; with --facts give --distribution tokens, and in "
@@ -109,6 +114,7 @@ def trace(options: TraceOptions) -> None:
 
 
 def _trace_prompt(options: TraceOptions) -> None:
+    from factscope.analysis.effects import normalised
     from factscope.lm.tokens import chat_fact
     from factscope.tracing.trace import trace
 
@@ -139,11 +145,14 @@ def _trace_prompt(options: TraceOptions) -> None:
                 lm, fact, options.tracing, answer=options.answer, foil=options.foil, memory=memory,
                 progress=done,
             )  # fmt: skip
-    drawn = [] if out is None else draw_trace(record, out)
+    shown = normalised(record) if options.normalised else record
+    drawn = [] if out is None else draw_trace(shown, out)
     if options.json:
         print_json(record.to_json())
         return
-    print_trace(record)
+    print_trace(shown)
+    if options.normalised and shown is record:
+        say("Not normalised: the clean and the corrupted run have the same value.", style="yellow")
     say(f"Figure: {', '.join(map(str, drawn))}")
 
 
@@ -157,6 +166,8 @@ def _compare(options: TraceOptions, fact: Fact, out: Path | None) -> None:
         raise BadSetting("--compare goes with --edit FILE, the edit to compare with")
     if options.answer is not None or options.foil is not None:
         raise BadSetting("--compare traces the old and the new object; leave out --answer, --foil")
+    if options.normalised:
+        raise BadSetting("--compare shows three traces on one scale; leave out --normalised")
     lm = options.model.load_for(edits)
     if options.chat.chat:
         fact = chat_fact(lm, fact)

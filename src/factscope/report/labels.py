@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from factscope.analysis.effects import NORMALISED
 from factscope.analysis.metrics import UNEDITED, Summary
 from factscope.analysis.preferences import Interval, Preference
 from factscope.analysis.sweep import NONE, Setting, Sweep
@@ -129,6 +130,8 @@ KIND_STYLES = {
 
 LENS_COLORS, HEAD_COLORS = "Blues", "Oranges"
 """Colormaps of the logit lens and of heads."""
+HEAD_SHADES: tuple[RGB, RGB, RGB] = ((255, 245, 235), (253, 141, 60), (127, 39, 4))
+"""`HEAD_COLORS` on web pages, as `KindStyle.shades`."""
 
 CELL_NAMES = {**{kind: style.name for kind, style in KIND_STYLES.items()}, "heads": "heads"}
 """All kinds of cells, in lines and tables."""
@@ -154,6 +157,8 @@ METRIC_LABELS = {
     "kl": "KL(clean ‖ run)",
     "rank": "rank of {answer}",
 }
+for _texts in (METRIC_NAMES, METRIC_LABELS):
+    _texts |= {NORMALISED + metric: f"normalised {text}" for metric, text in _texts.items()}
 
 
 def metric_label(record: TraceRecord) -> str:

@@ -18,6 +18,7 @@ from factscope.analysis.effects import (
     LAST,
     LAST_SUBJECT,
     LENS_RUNS,
+    NORMALISED,
     AverageEffects,
     Pooling,
     average_effects,
@@ -28,6 +29,8 @@ from factscope.analysis.effects import (
     has_table,
     indirect_effects,
     kinds_of,
+    normalised,
+    normalised_run,
     severed_comparison,
     total_effect,
 )
@@ -85,18 +88,23 @@ def write_trace_report(
     title: str = "Causal tracing",
     pooling: Pooling = "facts",
     paper_roles: bool = False,
+    normalise: bool = False,
     single: int = 10,
 ) -> list[Path]:
     """Write the report of a run and return its files, the page first.
 
     The first `single` traced facts get a figure each; the page lists more of them. effects.csv
-    holds every number of the figures of average effects.
+    holds every number of the figures of average effects. `normalise` is that of `trace_run_page`.
     """
     records = list(records)
     if not records:
         raise BadRecord("there are no records to report on; trace some facts first")
-    averages = average_kinds(records, pooling=pooling, paper_roles=paper_roles)
-    page = trace_run_page(title, records, pooling=pooling, paper_roles=paper_roles)
+    options: Any = {"pooling": pooling, "paper_roles": paper_roles}
+    page = trace_run_page(title, records, normalise=normalise, **options)
+    traced = [record for record in records if record.restored]
+    if normalise:
+        traced, records = [normalised(record) for record in traced], normalised_run(records)
+    averages = average_kinds(records, **options)
     files: list[tuple[str, str | Figure]] = [("index.html", page)]
     if averages:
         files += [
@@ -109,7 +117,6 @@ def write_trace_report(
     for section in run_sections(records):
         files += [(section.name, section.figure)]
         files += table_files(section.name, *section.tables, full=section.full)
-    traced = [record for record in records if record.restored]
     files += [(f"facts/{i:04d}", traces_figure(r)) for i, r in enumerate(traced[:single])]
     return write_files(folder, files)
 
@@ -210,6 +217,8 @@ def trace_caption(record: TraceRecord) -> str:
     parts = []
     if record.metric != "probability":
         parts.append(f"metric: {metric_label(record)}")
+    if record.metric.startswith(NORMALISED):
+        parts.append("0 is the corrupted run, 1 the clean run")
     if not restores(record):
         parts.append("corrupted cells are put into the clean run")
     replacement = replaced_by(record)
@@ -224,20 +233,29 @@ def trace_run_page(
     *,
     pooling: Pooling = "facts",
     paper_roles: bool = False,
+    normalise: bool = False,
     limit: int = 50,
 ) -> str:
-    """The page of a run: average effects, then at most `limit` individual facts."""
+    """The page of a run: average effects, then at most `limit` individual facts.
+
+    `normalise` puts averages on the scale of `normalised_run`, and each fact on its own.
+    """
     records = list(records)
+    facts = sorted(records, key=lambda record: not record.restored)[:limit]
+    if normalise:
+        facts, records = [normalised(record) for record in facts], normalised_run(records)
     averages = average_kinds(records, pooling=pooling, paper_roles=paper_roles)
     numbers, average_values = {}, None
     if averages:
         first = next(iter(averages.values()))
         numbers = {
-            "average total effect": first.total.percent,
-            "clean run": first.clean.percent,
-            "corrupted run": first.corrupted.percent,
+            "average total effect": first.total.text,
+            "clean run": first.clean.text,
+            "corrupted run": first.corrupted.text,
             "facts averaged": first.facts,
         }
+        if first.metric != "probability":
+            numbers["metric"] = METRIC_NAMES.get(first.metric, first.metric)
         figures = {
             "Average indirect effects by token role and layer": average_heatmaps,
             "Average indirect effects by layer, with 95 % confidence intervals": average_lines,
@@ -247,7 +265,6 @@ def trace_run_page(
             "figures": [embed_figure(draw(averages), name) for name, draw in figures.items()],
             "tables": [summary_table(averages), effects_table(averages)],
         }
-    traced_first = sorted(records, key=lambda record: not record.restored)
     return render(
         "trace_run.html",
         title=title,
@@ -264,7 +281,7 @@ def trace_run_page(
                 "probabilities": f"{_percent(record.clean)} → {_percent(record.corrupted)}",
                 "heatmaps": heatmaps(record),
             }
-            for record in traced_first[:limit]
+            for record in facts
         ],
         omitted=max(0, len(records) - limit),
         settings=records[0].settings if records else {},
@@ -279,11 +296,11 @@ def peak_sentence(kind: str, effects: AverageEffects) -> str:
         above = "clearly" if effects.stands_out() else "not clearly"
         peaks.append(
             f"the effect at the last subject token peaks in layer {layer} "
-            f"({effect.percent}), {above} above the effect at the surrounding tokens"
+            f"({effect.text}), {above} above the effect at the surrounding tokens"
         )
     if effects.measured("last token"):
         layer, effect = effects.peak("last token")
-        peaks.append(f"the effect at the last token peaks in layer {layer} ({effect.percent})")
+        peaks.append(f"the effect at the last token peaks in layer {layer} ({effect.text})")
     name = KIND_STYLES[kind].name
     return f"{name[0].upper()}{name[1:]}: {'; '.join(peaks) or 'no effect was measured'}."
 

@@ -19,7 +19,7 @@ from factscope.editing.defaults import memit_defaults, rome_defaults
 from factscope.editing.settings import editor
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.html import asset
-from factscope.report.labels import KIND_STYLES, editor_name
+from factscope.report.labels import HEAD_SHADES, KIND_STYLES, editor_name
 from factscope.serve.connections import BoundedProtocol
 from factscope.serve.routes_edit import edit_routes
 from factscope.serve.routes_runs import run_routes
@@ -27,6 +27,7 @@ from factscope.serve.routes_trace import trace_routes
 from factscope.serve.schemas import (
     EDIT_SETTINGS,
     METHODS,
+    TABLE_SETTINGS,
     TRACE_SETTINGS,
     default_tracing,
     describe_settings,
@@ -160,7 +161,9 @@ def about(state: ServerState) -> dict[str, Any]:
         "default_layer_source": default.source,
         "layers_with_statistics": layers_with_second_moments(lm),
         "limits": asdict(state.limits),
+        "n_heads": lm.n_heads,
         "trace_settings": describe_settings(default_tracing(state.limits), TRACE_SETTINGS),
+        "table_settings": describe_settings(default_tracing(state.limits), TABLE_SETTINGS),
         "methods": {
             method: {
                 "name": editor_name(method),
@@ -170,8 +173,8 @@ def about(state: ServerState) -> dict[str, Any]:
             for method in METHODS
         },
         "kinds": {
-            kind: {"name": style.name, "colors": style.shades}
-            for kind, style in KIND_STYLES.items()
+            **{k: {"name": style.name, "colors": style.shades} for k, style in KIND_STYLES.items()},
+            "heads": {"name": "heads", "colors": HEAD_SHADES},
         },
         "first": {"prompt": first.text, "subject": first.subject},
         "first_is_traced": state.first_trace is not None,

@@ -5,7 +5,7 @@ a dict of setting names (those of the command line's flags) and values, and `des
 lists names, defaults, choices and help texts for the page's forms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 # Only settings that read no file and do not multiply the cost of a request may be listed here.
 TraceSetting = Literal[
-    "distribution", "noise", "replace", "extra-tokens", "samples", "seed", "window"
-]
+    "distribution", "noise", "replace", "extra-tokens", "samples", "seed", "window", "metric",
+    "direction",
+]  # fmt: skip
+TableSetting = Literal["knockout-window", "attribution"]
+"""Settings of single tables: they are next to these tables, not in the form of the trace."""
 EditSetting = Literal["token", "kl-weight", "weight-decay"]
 Method = Literal["rome", "r-rome", "memit"]
 TRACE_SETTINGS: tuple[str, ...] = get_args(TraceSetting)
+TABLE_SETTINGS: tuple[str, ...] = get_args(TableSetting)
 EDIT_SETTINGS: tuple[str, ...] = get_args(EditSetting)
 METHODS: tuple[str, ...] = get_args(Method)
 MAX_LAYERS = 10
 """Layers that MEMIT edits in one request."""
 
-PAGE_TABLES = {
-    name: table
-    for name, table in TABLES.items()
-    if table[0] in ("restored", "severed", "gradients", "lens")
-}
+PAGE_TABLES = {**TABLES, "heads": ("heads", ""), "knockout": ("knockout", "")}
 """Tables that a request may name."""
 
 # Bounds of any request, whatever the limits of the server.
@@ -119,10 +119,16 @@ class TraceBody(FactBody):
     """A fact to trace."""
 
     tables: Annotated[list[Text], Field(max_length=64)] = list(KINDS)
-    """Tables to compute: states, mlp, attn, states severed mlp, gradients states, lens clean, …"""
-    settings: dict[TraceSetting, Value] = {}
+    """Tables to compute: states, mlp, attn, states severed mlp, gradients states, lens clean,
+    attribution states, heads, knockout, …"""
+    settings: dict[TraceSetting | TableSetting, Value] = {}
+    token: Annotated[int, Field(strict=True, ge=0, le=4000)] | None = None
+    """Token, from 0, at which the table heads restores heads; by default the last."""
     answer: Text | None = None
     """Answer to trace; by default the most likely next token."""
+    foil: Text | None = None
+    """The token that the metric logit-difference compares the answer with; by default the corrupted
+    run's most likely one."""
     replacement: Text | None = None
     """The subject of the corrupted run, if the distribution is tokens; by default a subject of the
     same relation with as many tokens."""
@@ -146,19 +152,29 @@ class TraceBody(FactBody):
         """The answer to trace; None for the most likely next token."""
         return limits.check_text("answer", self.answer or "").strip() or None
 
-    def tracing(self, limits: ServerLimits) -> Tracing:
-        """The settings that compute these tables."""
+    def traced_foil(self, limits: ServerLimits) -> str | None:
+        """The token to compare with; None for the default, and for metrics without one."""
+        foil = limits.check_text("foil", self.foil or "").strip() or None
+        return foil if self.settings.get("metric") == "logit-difference" else None
+
+    def tracing(self, limits: ServerLimits, tables: Collection[tuple[str, str]]) -> Tracing:
+        """The settings that compute these tables, which are fields and keys of a record."""
         given = apply_settings(default_tracing(limits), self.settings)
         if (samples := given.corruption.samples) > limits.max_samples:
             raise LimitExceeded(f"samples is {samples}; give at most {limits.max_samples}")
-        tables = self.table_names()
-        kinds = {kind for field, kind in tables if field in ("restored", "gradients")}
+        fields = {field for field, _ in tables}
+        of_kinds = ("restored", "gradients", "attribution")
+        kinds = {kind for field, kind in tables if field in of_kinds}
+        method = "atp" if given.attribution == "none" else given.attribution
         return replace(
             given,
             kinds=tuple(kind for kind in KINDS if kind in kinds),
             sever=tuple(module for module in ("attn", "mlp") if ("severed", module) in tables),
-            gradients=any(field == "gradients" for field, _ in tables),
-            lens=any(field == "lens" for field, _ in tables),
+            gradients="gradients" in fields,
+            lens="lens" in fields,
+            heads="heads" in fields,
+            knockout="knockout" in fields,
+            attribution=method if "attribution" in fields else "none",
         )
 
 

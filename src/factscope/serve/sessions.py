@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,11 +27,12 @@ from factscope.serve.jobs import EventStream, Job, JobQueue, ReportQueue
 from factscope.serve.limits import ServerLimits
 from factscope.serve.schemas import default_tracing
 from factscope.tracing.settings import Tracing
+from factscope.tracing.trace import TableName
 
 T = TypeVar("T")
 
-TABLE_FIELDS = ("restored", "severed", "gradients", "lens")
-"""The fields of a `TraceRecord` that hold tables."""
+TABLE_FIELDS = ("restored", "severed", "gradients", "lens", "attribution")
+"""The fields of a `TraceRecord` that hold tables by name."""
 CPU_TRACE_MEMORY = 2**28
 """Bytes that a trace may allocate on the CPU, besides the model."""
 
@@ -114,13 +115,20 @@ class Traces:
 
     @staticmethod
     def name(
-        fact: Fact, settings: Tracing, edits: Sequence[str] = (), answer: str | None = None
+        fact: Fact,
+        settings: Tracing,
+        edits: Sequence[str] = (),
+        answer: str | None = None,
+        foil: str | None = None,
     ) -> str:
-        """The cache key: a hash of fact, settings, edits and answer, whichever tables are
+        """The cache key: a hash of fact, settings, edits, answer and foil, whichever tables are
         computed."""
         fact = replace(fact, target=None, id=None, relation=None)
-        settings = replace(settings, kinds=KINDS, sever=(), gradients=False, lens=False)
-        values = [asdict(fact), settings.to_dict(), list(edits), answer]
+        settings = replace(
+            settings, kinds=KINDS, sever=(), gradients=False, lens=False, heads=False,
+            knockout=False, knockout_window=Tracing.knockout_window, attribution="none",
+        )  # fmt: skip
+        values = [asdict(fact), settings.to_dict(), list(edits), answer, foil]
         key = json.dumps(values, sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()[:24]
 
@@ -131,22 +139,58 @@ class Traces:
                 self._records.move_to_end(name)
             return self._records.get(name) or self._shipped.get(name)
 
+    def missing(
+        self, name: str, tables: Collection[TableName], settings: Tracing, token: int | None
+    ) -> set[TableName]:
+        """The tables that a trace in the cache does not have, with these settings; its heads at
+        this token, by default the last."""
+        record = self.get(name)
+        if record is None:
+            return set(tables)
+        heads = record.heads[0] if record.heads else ()
+        measured = {i for i, row in enumerate(heads) if row[0] is not None}
+        at = len(record.tokens) - 1 if token is None else token
+        stored = {(field, key) for field in TABLE_FIELDS for key in getattr(record, field)}
+        if at in measured:
+            stored.add(("heads", ""))
+        if record.knockout and record.settings["knockout_window"] == settings.knockout_window:
+            stored.add(("knockout", ""))
+        if record.settings["attribution"] != settings.attribution:
+            stored -= {("attribution", kind) for kind in KINDS}
+        return set(tables) - stored
+
     def store(self, name: str, record: TraceRecord) -> TraceRecord:
         """Store a trace, merged with the tables that are stored under the same name."""
         with self._lock:
             if old := self._records.pop(name, None) or self._shipped.get(name):
-                tables = {f: {**getattr(old, f), **getattr(record, f)} for f in TABLE_FIELDS}
-                listed = {
-                    "kinds": tuple(tables["restored"]),
-                    "sever": tuple(tables["severed"]),
-                    "gradients": bool(tables["gradients"]),
-                    "lens": bool(tables["lens"]),
-                }
-                record = replace(old, **tables, settings={**old.settings, **listed})
+                record = merged(old, record)
             self._records[name] = record
             while len(self._records) > self._max_traces:
                 self._records.popitem(last=False)
         return record
+
+
+def merged(old: TraceRecord, new: TraceRecord) -> TraceRecord:
+    """A trace with the tables of two; of the same fact with the same settings."""
+    tables: dict[str, Any] = {f: {**getattr(old, f), **getattr(new, f)} for f in TABLE_FIELDS}
+    last = {field: new if getattr(new, field) else old for field in ("knockout", "attribution")}
+    if old.settings["attribution"] != new.settings["attribution"]:  # estimates of one method only
+        tables["attribution"] = last["attribution"].attribution
+    tables["knockout"] = last["knockout"].knockout
+    tables["heads"] = new.heads or old.heads
+    if old.heads and new.heads:  # each may have them at other tokens
+        tables["heads"] = tuple(
+            tuple(a if b[0] is None else b for a, b in zip(*pair, strict=True))
+            for pair in zip(old.heads, new.heads, strict=True)
+        )
+    listed = {
+        "kinds": tuple(tables["restored"]),
+        "sever": tuple(tables["severed"]),
+        **{name: bool(tables[name]) for name in ("gradients", "lens", "heads", "knockout")},
+        "knockout_window": last["knockout"].settings["knockout_window"],
+        "attribution": last["attribution"].settings["attribution"],
+    }
+    return replace(old, **tables, settings={**old.settings, **listed})
 
 
 class ServerState:

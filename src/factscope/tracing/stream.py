@@ -59,12 +59,15 @@ def stream_trace(
     scale: NoiseScale | None = None,
     memory: int | None = None,
     only: Collection[TableName] | None = None,
+    head_tokens: Collection[int] | None = None,
     progress: Progress = no_progress,
 ) -> Iterator[TraceRecord | CellUpdate]:
     """Trace one fact: a record without tables, cell updates, and the full record.
 
     `answer` and `foil` are as in `trace`. `only` restricts the tables to the named ones, e.g.
-    [("gradients", "states")]. An exception raised by `progress` stops the trace.
+    [("gradients", "states")]; ("heads", "") names all tables of a field. `head_tokens` restricts
+    the heads to some tokens; the cells of others are None. An exception raised by `progress` stops
+    the trace.
     """
     settings = settings or Tracing()
     budget = Budget.of(lm, memory)
@@ -75,7 +78,9 @@ def stream_trace(
         clean = given_answer(lm, clean, answer)
     if memory is not None:
         budget.check_minimum(lm, len(clean.ids), settings.tensors)
-    yield from stream_answer(lm, clean, settings, scale, budget, progress, only, foil=foil)
+    yield from stream_answer(
+        lm, clean, settings, scale, budget, progress, only, foil=foil, head_tokens=head_tokens
+    )
 
 
 def stream_answer(
@@ -88,6 +93,7 @@ def stream_answer(
     only: Collection[TableName] | None = None,
     *,
     foil: str | None = None,
+    head_tokens: Collection[int] | None = None,
 ) -> Iterator[TraceRecord | CellUpdate]:
     """Trace one fact, given its clean answer."""
     batch = TraceBatch(
@@ -95,14 +101,20 @@ def stream_answer(
     )
     [record], metric, baseline = batch.records()
     yield record
-    tables = _StreamedTables(batch, metric, float(baseline), only, progress)
+    fields = {"lens", "knockout", "attribution"} if only is None else {field for field, _ in only}
+    knockout = settings.knockout and "knockout" in fields
+    attribution = settings.attribution != "none" and "attribution" in fields
+    tables = _StreamedTables(batch, metric, float(baseline), only, head_tokens, progress)
+    tables.n_tables += knockout + attribution
     yield from tables.restored()
     yield from tables.gradients()
     record = with_tables(record, tables.finished())
-    if settings.lens and (only is None or any(field == "lens" for field, _ in only)):
+    if settings.lens and "lens" in fields:
         record = replace(record, lens=batch.lenses()[0])
-    if settings.knockout and (only is None or any(field == "knockout" for field, _ in only)):
-        record = replace(record, knockout=batch.knockouts(metric)[0])
+    if knockout:
+        record = replace(record, knockout=batch.knockouts(metric, tables.of_one_table)[0])
+    if attribution:
+        record = replace(record, **batch.attributions(metric, baseline, tables.of_one_table)[0])
     yield record
 
 
@@ -115,18 +127,26 @@ class _StreamedTables:
         metric: Metric,
         baseline: float,
         only: Collection[TableName] | None,
+        head_tokens: Collection[int] | None,
         progress: Progress,
     ) -> None:
         [self.answer] = batch.answers
         self.batch, self.metric, self.baseline, self.progress = batch, metric, baseline, progress
         self.shape = len(self.answer.prompt), batch.lm.n_layers
         self.layers = tuple(range(batch.lm.n_layers))
-        passes = [[x for x in names if only is None or x in only] for names in batch.passes]
-        self.passes = [names for names in passes if names]
-        self.tokens = {
-            name: batch.tokens(self.answer, name) for names in self.passes for name in names
-        }
+        self.passes: list[list[TableName]] = []
+        self.tokens: dict[TableName, tuple[list[int], list[int]]] = {}
         """Each table's tokens left of the subject, and those it restores."""
+        for names in batch.passes:
+            wanted = [x for x in names if only is None or x in only or (x[0], "") in only]
+            heads = [x for x in wanted if x[0] == "heads"]
+            others = [x for x in wanted if x[0] != "heads"]
+            self.passes += [names for names in (others, heads) if names]
+            for name in (*others, *heads):
+                left, own = batch.tokens(self.answer, name)
+                if name[0] == "heads" and head_tokens is not None:
+                    left, own = ([t for t in x if t in head_tokens] for x in (left, own))
+                self.tokens[name] = left, own
         self.sums: dict[TableName, Float[Tensor, "token layer"]] = {}
         """Each table's cells, summed over the samples so far."""
         for name, (_, restored) in self.tokens.items():
@@ -138,6 +158,11 @@ class _StreamedTables:
             if only is None or ("gradients", kind) in only
         }
         self.n_tables = len(self.tokens) + len(self.norms)
+        """All tables of the trace, also those that are computed elsewhere."""
+
+    def of_one_table(self, fraction: float) -> None:
+        """Report progress with one of the tables."""
+        self.progress(fraction / self.n_tables)
 
     def restored(self) -> Iterator[CellUpdate]:
         """All tables from one sample, token by token; then refined by the others."""
@@ -151,7 +176,8 @@ class _StreamedTables:
         for token in (*reversed(range(start, stop)), *others):
             passes = self.passes
             if token == stop - 1:  # the first: one table at a time, so that cells appear sooner
-                passes = [[name] for names in passes for name in names]
+                heads = [names for names in passes if names[0][0] == "heads"]
+                passes = [[x] for names in passes for x in names if x[0] != "heads"] + heads
             for names in passes:
                 if token in self.tokens[names[0]][1]:
                     yield from self._restore(names, [token], first_group, [0])
@@ -161,7 +187,8 @@ class _StreamedTables:
                 for names in self.passes:
                     tokens = self.tokens[names[0]][1][::-1]
                     part = samples[i : i + SAMPLES_PER_UPDATE]
-                    yield from self._restore(names, tokens, group, part)
+                    if tokens:
+                        yield from self._restore(names, tokens, group, part)
 
     def gradients(self) -> Iterator[CellUpdate]:
         """Integrated gradients, layer by layer from the lowest."""
@@ -171,7 +198,7 @@ class _StreamedTables:
             for layer in range(lm.n_layers):
                 ig = attributions(lm, answer.ids, answer.answer_ids, kind, layer, path=path)
                 norms[:, layer] = ig[: len(tokens)].norm(dim=-1)
-                self.progress(1 / lm.n_layers / self.n_tables)
+                self.of_one_table(1 / lm.n_layers)
                 values = as_cell_table(norms[:, [layer]].tolist())
                 yield CellUpdate("gradients", kind, tuple(tokens), (layer,), values, 1)
 

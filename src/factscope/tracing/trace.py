@@ -424,11 +424,14 @@ class TraceBatch:
             tables.append(dict(zip(names, [as_cell_table(x.tolist()) for x in parts], strict=True)))
         return tables
 
-    def knockouts(self, metric: Metric) -> list[dict[str, tuple[float, ...]]]:
+    def knockouts(
+        self, metric: Metric, progress: Progress = no_progress
+    ) -> list[dict[str, tuple[float, ...]]]:
         """The metric of each fact's clean run with attention to each group of tokens blocked."""
         lm, prompts = self.lm, [(answer.prompt, answer.subject) for answer in self.answers]
         n, window = len(self.answers[0].answer_ids), self.settings.knockout_window
-        states = knock_out(lm, self.run(self.groups[0]), prompts, n, window, self.sizes)
+        run = self.run(self.groups[0])
+        states = knock_out(lm, run, prompts, n, window, self.sizes, progress)
         facts = torch.arange(len(prompts)).repeat_interleave(len(GROUPS) * lm.n_layers)
         values = metric.in_parts(lm, states.flatten(0, 2), facts, self.sizes.logits)
         self.refuse_nan(values, "a run with blocked attention")

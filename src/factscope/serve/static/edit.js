@@ -74,7 +74,7 @@ export function drawLayers() {
     const bar = el("i");
     bar.style.height = `${traced ? 100 * (traced.effects[number] / high) : 0}%`;
     const selected = number === layer;
-    const effect = traced ? `, MLP effect ${percent(traced.effects[number])} at “${traced.token}”` : "";
+    const effect = traced ? `, MLP effect ${traced.format(traced.effects[number])} at “${traced.token}”` : "";
     return el("button", {
       type: "button", role: "radio", "data-key": number, ariaChecked: String(selected), tabIndex: selected ? 0 : -1,
       className: about.layers_with_statistics.includes(number) ? "known" : "",
@@ -98,7 +98,7 @@ function layerNotes(traced) {
     : [`Layer ${layer} is selected. The default for this model is `, link(about.default_layer), `. Source: ${source}.`];
   if (traced) {
     const peak = Math.max(...traced.effects), at = traced.effects.indexOf(peak);
-    const size = `${percent(peak)}; the total effect is ${percent(traced.total)}`;
+    const size = `${traced.format(peak)}; the total effect is ${traced.format(traced.total)}`;
     notes.push(...(peak < WEAK_EFFECT * traced.total ? [` The trace suggests no layer: restored MLP outputs have an effect of at most ${size}.`]
       : [" Bars: the MLP effect of the trace at “", traced.token, "”. It is highest at ", at === layer ? "this layer" : link(at), `: ${size}.`]));
   }

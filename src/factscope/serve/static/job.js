@@ -13,6 +13,13 @@ export class Job {
     this.abort?.abort();
   }
 
+  // Cancel the job and hide its status line.
+  reset() {
+    this.cancel();
+    this.abort = null;
+    this.node.hidden = true;
+  }
+
   // Run the job, after cancelling the previous one; returns whether it finished.
   async run(path, body, onEvent) {
     this.cancel();
