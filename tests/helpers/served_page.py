@@ -19,7 +19,7 @@ AXE = ROOT / "build" / "axe" / "package" / "axe.min.js"
 
 
 class Page:
-    """The page and what a user does with it: on a desktop in light mode, on a phone in dark mode."""
+    """The page and what a user does with it: a desktop in light mode, a phone in dark mode."""
 
     patience = 120.0
     """Seconds to wait for a result."""

@@ -247,6 +247,30 @@ def test_the_time_left_does_not_count_the_time_in_the_queue(page: Page) -> None:
     ]
 
 
+def test_a_job_that_waited_counts_its_time_from_its_start(page: Page) -> None:
+    script = """const done = arguments[0]; import('/static/job.js').then(async ({ Job }) => {
+        let now = 0; performance.now = () => 1000 * now;
+        const job = new Job(document.createElement('div')), read = [];
+        const send = async (stream, at, event) => {
+            now = at;
+            stream.enqueue(new TextEncoder().encode(JSON.stringify(event) + '\\n'));
+            await new Promise((passed) => setTimeout(passed, 100));
+            read.push(job.node.querySelector('span').textContent); };
+        window.fetch = async () => new Response(new ReadableStream({ async start(stream) {
+            await send(stream, 0, { event: 'queued', position: 3 });
+            await send(stream, 50, { event: 'queued', position: 1 });
+            await send(stream, 100, { event: 'queued', position: 0 });
+            await send(stream, 110, { event: 'progress', fraction: 0.5 });
+            stream.close(); } }));
+        await job.run('/', {}, () => {}); done(read); })"""
+    assert page.browser.execute_async_script(script) == [
+        "position 3 in the queue",
+        "position 1 in the queue",
+        "running…",
+        "50 %, about 10 s left",
+    ]
+
+
 def test_invisible_characters_are_shown(page: Page) -> None:
     fact = {"prompt": "The \u202etower\u200b is in", "subject": "\u202etower\u200b"}
     page.open("#/trace/" + quote(json.dumps(fact)))
@@ -310,7 +334,7 @@ def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None
     assert len(neighbours) > 2
     assert len(generations) > 1
     page.edit("Rome")
-    verdicts = {"took", "did not take", "damaged others"}
+    verdicts = {"took", "did not take", "damaged others", "did not take and damaged others"}
     assert page.text(".verdict") in {f"The edit {verdict}." for verdict in verdicts}
     assert page.text("#edits .tag") in page.text(".verdict")
     changed = len(page.all(".dumbbell .tag.bad"))
@@ -347,8 +371,8 @@ def test_changed_neighbours_are_damage(
     marked = [bool(one.find_elements("css selector", ".tag.bad")) for one in neighbours]
     assert marked == [i < flipped for i in range(6)]
     if flipped:
-        assert page.text(".verdict") == "The edit damaged others."
-        assert page.text("#edits .tag") == "damaged others"
+        assert page.text(".verdict").endswith("damaged others.")
+        assert page.text("#edits .tag").endswith("damaged others")
         assert "failed" in page.text("#edit-details summary")
         assert "unrelated prompts" in page.text("#edit-details .card")
 
@@ -537,7 +561,7 @@ def test_advice_is_about_the_strongest_subject_token(
     assert record is not None
     start, stop = record.subject
     rows = [[0.1] * server[1].lm.n_layers for _ in record.tokens]
-    rows[start][1] += effect
+    rows[start][0] += effect
     rows[stop - 1][2] += 0.011
     rows[-1][0] += 0.6  # not at the subject
     grid = tuple(map(tuple, rows))
@@ -556,12 +580,12 @@ def test_advice_is_about_the_strongest_subject_token(
     notes = page.text("#layer-notes").replace("\u00a0", " ")
     if effect > 0.1:
         label = f"{record.tokens[start].strip()}*"
-        assert f"at “{label}”. It is highest at layer 1: 41.5 %; the total effect is 80" in notes
+        assert f"at “{label}”. It is highest at layer 0: 41.5 %; the total effect is 80" in notes
     else:
         assert "suggests no layer" in notes
         assert "at most 2.0 %; the total effect is 80.0 %" in notes
     heights = page.js("[...layers.querySelectorAll('i')].map((e) => parseFloat(e.style.height))")
-    assert heights == pytest.approx([0, 100 * effect / 0.8, *[0] * (len(heights) - 2)], abs=0.1)
+    assert heights == pytest.approx([100 * effect / 0.8, *[0] * (len(heights) - 1)], abs=0.1)
 
 
 def test_markup_is_shown_as_text(page: Page) -> None:

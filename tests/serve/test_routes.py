@@ -378,7 +378,7 @@ def test_changed_neighbours_are_marked_and_count_in_the_verdict(client: httpx.Cl
     assert [g["text"] for g in created["generations"]] == body["generations"]
     damaged = any("unrelated prompts" in complaint for complaint in created["complaints"])
     assert damaged == (sum(changed) > 0.25 * len(changed))
-    assert created["verdict"] == ("damaged others" if created["complaints"] else "took")
+    assert created["verdict"].endswith("damaged others") == bool(created["complaints"])
 
 
 def test_the_progress_of_an_edit_goes_on_until_its_end(
