@@ -16,6 +16,7 @@ from factscope.analysis.metrics import (
     idf_by_term,
     merge_runs,
     ngram_entropy,
+    pair_runs,
     reference_similarity,
     summarize,
     tfidf,
@@ -186,6 +187,65 @@ def test_the_unedited_row_takes_the_most_complete_scores_of_a_case():
     (alone,) = summarize([case(method="none", after=SCORES)])
     assert not alone.edited
     assert alone.metrics["ES"].mean == 1
+
+
+def random_run(seed: int, cases: range, **fields: Any) -> list[CaseRecord]:
+    """Cases whose probabilities are random."""
+    numbers = random.Random(seed)
+
+    def prompts(count: int) -> tuple[PromptScore, ...]:
+        return tuple(score(numbers.uniform(0.1, 0.9), 0.4) for _ in range(count))
+
+    kinds = {"prompt": 1, "paraphrase": 2, "neighbour": 3}
+    return [
+        case(i, CaseScores(prompts={kind: prompts(n) for kind, n in kinds.items()}), **fields)
+        for i in cases
+    ]
+
+
+def test_two_runs_are_compared_case_by_case():
+    first, second = random_run(1, range(40)), random_run(2, range(30, 100), method="ft")
+    second[1] = case(31, None, method="ft", error="no progress")
+    (pair,) = pair_runs(first, second)
+    both = [30, *range(32, 40)]
+    assert pair.shared == len(both)
+    found = [
+        {int(r.fact.id or 0): case_metrics(r.after) for r in run if r.after is not None}
+        for run in (first, second)
+    ]
+    for name in ("ES", "EM", "PS", "NS", "NM"):
+        pairs = [(found[0][i][name], found[1][i][name]) for i in both]
+        differences = [b - a for a, b in pairs]
+        assert pair.differences[name].mean == pytest.approx(np.mean(differences))
+        half_width = 1.96 * np.std(differences) / math.sqrt(len(both))
+        assert pair.differences[name].half_width == pytest.approx(half_width)
+        for summary, values in zip(pair.summaries, zip(*pairs, strict=True), strict=True):
+            assert summary.metrics[name].mean == pytest.approx(np.mean(values))
+    S = [summary.metrics["S"].mean for summary in pair.summaries]
+    assert pair.differences["S"].mean == pytest.approx(S[1] - S[0])
+
+
+def test_the_interval_of_a_difference_of_s_is_that_of_the_bootstrap():
+    first, second = random_run(3, range(400)), random_run(4, range(400), method="ft")
+    (pair,) = pair_runs(first, second)
+    values = np.array(
+        [
+            [[case_metrics(r.after)[name] for name in ("ES", "PS", "NS")] for r in run if r.after]
+            for run in (first, second)
+        ]
+    )
+    draws = np.random.default_rng(0).integers(400, size=(2000, 400))
+    means = values[:, draws].mean(2)
+    S = 3 / (1 / means).sum(-1)
+    assert pair.differences["S"].half_width == pytest.approx(1.96 * (S[1] - S[0]).std(), rel=0.1)
+
+
+def test_runs_without_a_common_case_have_no_difference():
+    first = random_run(1, range(3))
+    (pair,) = pair_runs(first, random_run(2, range(5, 9)))
+    assert (pair.shared, pair.differences) == (0, {})
+    assert [summary.cases for summary in pair.summaries] == [3, 4]
+    assert pair_runs(first, random_run(2, range(3), phase="end")) == []
 
 
 def test_two_records_of_a_case_are_refused():

@@ -181,6 +181,26 @@ def test_an_edit_that_fails_its_checks_is_refused_unless_forced(gpt2: LM) -> Non
         assert applied_edits(gpt2) == (edit,)
 
 
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [
+        ({"taken": 1.0}, "took"),
+        ({"taken": 0.0}, "did not take"),
+        ({"taken": 0.5}, "took for 50 % of its facts"),
+        ({}, "was not tried on its prompt"),
+        ({"taken": 1.0, "neighbours_changed": 0.2}, "took"),
+        ({"taken": 1.0, "neighbours_changed": 2 / 6}, "damaged others"),
+        ({"taken": 0.0, "neighbours_changed": 2 / 6}, "did not take and damaged others"),
+        ({"taken": 1.0, "perplexity_after": 900.0}, "broke the model"),
+    ],
+)
+def test_verdicts(measured: dict[str, float], verdict: str) -> None:
+    passed = EditChecks(
+        division_factor=0.5, update_norm=0.1, perplexity_before=10.0, perplexity_after=10.1
+    )
+    assert replace(passed, **measured).verdict == verdict
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_change_that_overflows_the_weight_changes_nothing(which: int) -> None:
     gpt2 = tiny("gpt2")

@@ -19,7 +19,7 @@ AXE = ROOT / "build" / "axe" / "package" / "axe.min.js"
 
 
 class Page:
-    """The page and what a user does with it."""
+    """The page and what a user does with it: a desktop in light mode, a phone in dark mode."""
 
     patience = 120.0
     """Seconds to wait for a result."""
@@ -29,7 +29,7 @@ class Page:
         browser.delete_all_cookies()
         browser.get("about:blank")
         self._resize(900)
-        self.dark(False)
+        self.dark(width == "phone")
         self.open("")
 
     def _resize(self, height: int) -> None:
@@ -99,7 +99,7 @@ class Page:
             self.dark(mode == "dark")
             self._resize(min(4000, self.js("document.documentElement.scrollHeight")))
             self.browser.save_screenshot(str(folder / f"{name}-{self.width}-{mode}.png"))
-        self.dark(False)
+        self.dark(self.width == "phone")
         self._resize(900)
 
     def accessibility_problems(self) -> list[str]:
@@ -124,8 +124,27 @@ class Page:
                 if rule["impact"] in ("serious", "critical")
                 for node in rule["nodes"]
             ]
-        self.dark(False)
+        self.dark(self.width == "phone")
         return problems
+
+    def unexplained_controls(self) -> list[str]:
+        """Visible controls without an explanation: a description, a title or a long label."""
+        explained = """((e) =>
+            document.getElementById(e.getAttribute('aria-describedby'))?.textContent
+            || e.title || e.closest('label')?.title
+            || e.labels?.[0]?.textContent.trim().split(/\\s+/).length > 3)"""
+        return self.js(
+            "[...document.querySelectorAll('button:not(.token), input, select, textarea')]"
+            f".filter((e) => e.offsetParent && !{explained}(e)).map((e) => e.outerHTML)"
+        )
+
+    def smallest_text(self) -> float:
+        """The size of the smallest visible text, in pixels."""
+        return self.js(
+            "Math.min(...[...document.querySelectorAll('body *')].filter((e) => e.offsetParent"
+            " && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))"
+            ".map((e) => parseFloat(getComputedStyle(e).fontSize)))"
+        )
 
     def write_prompt(self, text: str, subject: str) -> None:
         """Type the prompt, then click the subject's first and last token."""

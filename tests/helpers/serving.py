@@ -35,7 +35,7 @@ def running_server(
 ) -> Iterator[tuple[str, ServerState]]:
     """Address and state of a server that runs inside the block."""
     state = ServerState(lm=lm, runs=runs, limits=limits)
-    server = uvicorn.Server(server_config(create_app(state)))
+    server = uvicorn.Server(server_config(create_app(state), state.limits))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

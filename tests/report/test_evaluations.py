@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from factscope.analysis.metrics import summarize
+from factscope.analysis.metrics import pair_runs, summarize
 from factscope.analysis.published import PUBLISHED, published
 from factscope.errors import BadRecord, BadRunFolder, BadSetting
 from factscope.records import CaseRecord, CaseScores, TraceRecord
@@ -17,6 +17,7 @@ from factscope.report.evaluations import (
     collect_samples,
     evaluation_tables,
     metrics_table,
+    pair_table,
     samples_text,
     shared_opening_length,
     with_published,
@@ -163,6 +164,22 @@ def test_csv_has_all_metrics():
     theirs = next(row for row in rows if row["method"] == "kn")
     assert (theirs["failed"], theirs["ES"], theirs["ES ±"]) == ("", "0.287", "0.01")
     assert (theirs["S"], theirs["S ±"], theirs["prompt_correct"]) == ("0.356", "", "")
+
+
+def test_two_runs_in_a_table_with_their_difference():
+    rome, ft = [case(i) for i in range(3)], [case(i, "ft", 0.1) for i in range(1, 5)]
+    (pair,) = pair_runs(rome, ft)
+    table = pair_table(pair, ("a", "b"))
+    assert table.columns == ("metric", "a", "b", "difference", "cases")
+    rows = {row[0]: [str(cell) for cell in row[1:]] for row in table.rows}
+    assert rows["ES"] == ["100.0 (0.0)", "0.0 (0.0)", "-100.0 (0.0)", "2"]
+    assert rows["neighbours, exact match"] == ["100.0 (0.0)", "100.0 (0.0)", "0.0 (0.0)", "2"]
+    assert "2 cases that both runs scored" in table.note
+    (apart,) = pair_runs(rome, [case(9, "ft", 0.1)])
+    table = pair_table(apart, ("a", "b"))
+    assert {str(row[3]) for row in table.rows} == {"–"}
+    assert "no case in common" in table.note
+    assert "ES,1.0,0.0,0.0,,,,0" in as_csv(table)
 
 
 def test_missing_scores_are_dashes():

@@ -19,6 +19,7 @@ from factscope.report.evaluations import with_published
 from factscope.report.figures import before_after_figure, neurons_figure, save_figure
 from factscope.report.figures.evaluation import distributions, distributions_figure, scores_figure
 from factscope.report.labels import display_token, row_name, token_labels
+from factscope.report.style import share_scales
 
 from case_records import RECORDS, case
 from edit_records import neurons_record, odd, record, scores
@@ -190,6 +191,27 @@ def test_average_lines_have_a_normalised_scale():
     assert scale.get_ylim()[1] * effects["states"].total.mean == pytest.approx(
         fig.axes[-1].get_ylim()[1]
     )
+
+
+def test_figures_side_by_side_have_the_same_scales():
+    def half(cells: Any) -> Any:
+        return tuple(tuple(0.1 + (x - 0.1) / 2 for x in row) for row in cells)
+
+    strong = [trace(seed) for seed in range(4)]
+    weak = [
+        replace(r, restored={kind: half(cells) for kind, cells in r.restored.items()})
+        for r in strong[:3]  # another number of facts: other titles
+    ]
+    low, high = average_kinds(weak), average_kinds(strong)
+    heatmap, other = figures.average_heatmaps(low), figures.average_heatmaps(high)
+    panels = range(len(low))
+    assert all(drawn(heatmap, i).get_clim() != drawn(other, i).get_clim() for i in panels)
+    share_scales(heatmap, other)
+    assert all(drawn(heatmap, i).get_clim() == drawn(other, i).get_clim() for i in panels)
+    lines, other = figures.average_lines(low), figures.average_lines(high)
+    limits = [fig.axes[0].get_ylim() for fig in (lines, other)]
+    share_scales(lines, other)
+    assert lines.axes[0].get_ylim() == (min(limits)[0], max(limits, key=lambda x: x[1])[1])
 
 
 def test_negative_average_effects_have_the_lightest_colour():

@@ -1,12 +1,17 @@
-"""The page in Chromium at the widths of a desktop and a phone; screenshots in build/screenshots."""
+"""The page in Chromium on a desktop (1280 px, light) and a phone (390 px, dark).
+
+Screenshots of both in both themes are in build/screenshots.
+"""
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
@@ -14,13 +19,18 @@ from selenium.webdriver.support.select import Select
 
 from factscope import Fact, trace
 from factscope.analysis.attribution import compare_attribution, over_all_layers
-from factscope.analysis.effects import strongest_subject_cell
+from factscope.editing.edit import Edit
+from factscope.evaluation.before_after import before_after
+from factscope.facts import Case
+from factscope.lm.generate import top_next_tokens
+from factscope.lm.model import LM
+from factscope.records import EditRecord, TraceRecord
 from factscope.report.labels import display_token
 from factscope.serve.schemas import default_tracing
 from factscope.serve.sessions import ServerState
 from factscope.tracing.stream import CellUpdate
 
-from served_page import Page
+from served_page import WIDTHS, Page
 from served_records import endless_traces
 from serving import CITY, TOWER
 
@@ -29,6 +39,19 @@ def probabilities(page: Page, number: int) -> tuple[float, float]:
     """P(new) of an edit's fact, unedited and with the selected edits."""
     before, after = page.texts("#edits small")[number].rpartition(") ")[2].split(" → ")
     return float(before.strip("\u00a0%<")), float(after.strip("\u00a0%<"))
+
+
+def test_the_page_opens_with_a_finished_trace(page: Page, server: tuple[str, ServerState]) -> None:
+    assert page.traced()
+    assert page.text("#caption").startswith(CITY)
+    assert page.text("#caption .subject") == TOWER
+    guide = " ".join(page.text("#trace-result .lead").split())
+    assert guide.count(". ") + 1 == 3, guide  # sentences on how to read it
+    assert all("highest at" in text for text in page.texts("#heatmaps output"))
+    page.write_prompt("The Louvre is in", "The Louvre")  # not traced
+    assert "".join(page.texts("#tokens button")) == "The Louvre is in"
+    expected = top_next_tokens(server[1].lm, "The Louvre is in", 5)
+    assert page.texts("#next b") == [display_token(token) for token, _ in expected]
 
 
 def test_trace(page: Page) -> None:
@@ -74,6 +97,8 @@ def test_maps_have_one_scale_or_one_each(page: Page) -> None:
     assert scale_ends(page) == [(corrupted, top)] * 3
     page.click("#shared-scale")
     assert scale_ends(page) == [(corrupted, value) for value in highest(page)]
+    units = page.texts("#heatmaps .scale span:first-child")
+    assert units == [f"p({page.text('#baseline dd')})"] * 3
     names = page.texts("#heatmaps .axis-name")
     window = "layer in the middle of the window"
     assert names == ["token", "layer", "token", window, "token", window]
@@ -255,7 +280,39 @@ def test_a_doubtful_trace_is_called_so(page: Page) -> None:
     assert "nothing is corrupted, so there is no effect" in page.text("#warnings")
 
 
-@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+def test_a_waiting_visitor_sees_the_position(
+    page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no time left: waiting is not work."""
+    started = endless_traces(monkeypatch)
+
+    def occupy(client: httpx.Client, seed: int) -> httpx.Response:
+        body = {"prompt": CITY, "subject": TOWER, "settings": {"seed": seed}}
+        request = client.build_request("POST", f"{server[0]}/api/traces", json=body)
+        return client.send(request, stream=True)
+
+    def status() -> str:
+        return page.text("#trace-status span")
+
+    with httpx.Client() as one, httpx.Client() as two:
+        running, waiting = occupy(one, 91), occupy(two, 92)
+        assert started.wait(10)
+        page.set("seed", "93")
+        page.click("#trace-form .go")
+        page.until(lambda: status() == "position 2 in the queue")
+        page.find("#prompt").send_keys(" the")
+        page.until(lambda: page.text("#next") == "waiting for the model: 4 jobs in the queue")
+        waiting.close()
+        page.until(lambda: status() == "position 1 in the queue")
+        time.sleep(1.2)  # the page updates the time left once a second
+        assert status() == "position 1 in the queue"
+        assert page.js("document.querySelector('#trace-status progress').value") == 0
+        running.close()
+        page.until(lambda: status() in ("running…", "0 %"))
+        page.click("#trace-status button")
+        page.until(lambda: len(page.texts("#next li")) == 5)
+
+
 def test_the_time_left_does_not_count_the_time_in_the_queue(page: Page) -> None:
     script = """const done = arguments[0]; import('/static/job.js').then(({ Clock }) => {
         let now = 0; const clock = new Clock(() => now), read = [];
@@ -267,6 +324,30 @@ def test_the_time_left_does_not_count_the_time_in_the_queue(page: Page) -> None:
         "50 %, about 10 s left",
         "50 %, about 6 s left",
         "50 %, takes longer than expected",
+    ]
+
+
+def test_a_job_that_waited_counts_its_time_from_its_start(page: Page) -> None:
+    script = """const done = arguments[0]; import('/static/job.js').then(async ({ Job }) => {
+        let now = 0; performance.now = () => 1000 * now;
+        const job = new Job(document.createElement('div')), read = [];
+        const send = async (stream, at, event) => {
+            now = at;
+            stream.enqueue(new TextEncoder().encode(JSON.stringify(event) + '\\n'));
+            await new Promise((passed) => setTimeout(passed, 100));
+            read.push(job.node.querySelector('span').textContent); };
+        window.fetch = async () => new Response(new ReadableStream({ async start(stream) {
+            await send(stream, 0, { event: 'queued', position: 3 });
+            await send(stream, 50, { event: 'queued', position: 1 });
+            await send(stream, 100, { event: 'queued', position: 0 });
+            await send(stream, 110, { event: 'progress', fraction: 0.5 });
+            stream.close(); } }));
+        await job.run('/', {}, () => {}); done(read); })"""
+    assert page.browser.execute_async_script(script) == [
+        "position 3 in the queue",
+        "position 1 in the queue",
+        "running…",
+        "50 %, about 10 s left",
     ]
 
 
@@ -333,7 +414,7 @@ def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None
     assert len(neighbours) > 2
     assert len(generations) > 1
     page.edit("Rome")
-    verdicts = {"took", "did not take", "damaged others"}
+    verdicts = {"took", "did not take", "damaged others", "did not take and damaged others"}
     assert page.text(".verdict") in {f"The edit {verdict}." for verdict in verdicts}
     assert page.text("#edits .tag") in page.text(".verdict")
     changed = len(page.all(".dumbbell .tag.bad"))
@@ -345,6 +426,35 @@ def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None
     assert [title.partition(":")[0] for title in titles] == ["Unedited model", "With this edit"]
     page.until(lambda: page.idle)
     page.screenshot("judged")
+
+
+@pytest.mark.parametrize("flipped", [0, 2])
+def test_changed_neighbours_are_damage(
+    page: Page, monkeypatch: pytest.MonkeyPatch, flipped: int
+) -> None:
+    def measured(lm: LM, edit: Edit, case: Case, **more: Any) -> EditRecord:
+        record, prompts = before_after(lm, edit, case, **more), []
+        for prompt in record.prompts:
+            if prompt.kind == "neighbour":
+                left = sum(other.kind == "neighbour" for other in prompts)
+                top = " else" if left < flipped else prompt.before.top
+                prompt = replace(prompt, after=replace(prompt.after, top=top))
+            prompts.append(prompt)
+        return replace(record, prompts=tuple(prompts))
+
+    monkeypatch.setattr("factscope.serve.routes_edit.before_after", measured)
+    page.open("#/edit")
+    page.click("#layers button:nth-child(2)")
+    page.edit("Rome")
+    assert page.texts("#edit-details dd")[-1] == f"{flipped} of 6"
+    neighbours = page.all(".dumbbells:last-of-type .dumbbell")
+    marked = [bool(one.find_elements("css selector", ".tag.bad")) for one in neighbours]
+    assert marked == [i < flipped for i in range(6)]
+    if flipped:
+        assert page.text(".verdict").endswith("damaged others.")
+        assert page.text("#edits .tag").endswith("damaged others")
+        assert "failed" in page.text("#edit-details summary")
+        assert "unrelated prompts" in page.text("#edit-details .card")
 
 
 def test_memit_edits_a_range_of_layers(page: Page) -> None:
@@ -380,6 +490,9 @@ def test_results_stay_with_the_prompt_that_was_traced(page: Page) -> None:
     page.write_prompt(CITY, "Eiffel Tower")
     page.trace()
     baseline = page.text("#baseline")
+    page.find("#prompt").send_keys("!")
+    assert page.find("#stale").is_displayed()
+    assert page.text("#caption").startswith(f"{CITY} ")
     page.click("#examples button:nth-child(2)")
     assert page.prompt != CITY
     assert page.find("#stale").is_displayed()
@@ -435,7 +548,6 @@ DAMAGED_LINKS = (
 )
 
 
-@pytest.mark.parametrize("page", ["desktop"], indirect=True)
 def test_a_damaged_link_is_reported_and_the_page_works(page: Page) -> None:
     for link in DAMAGED_LINKS:
         page.open(link)
@@ -444,7 +556,6 @@ def test_a_damaged_link_is_reported_and_the_page_works(page: Page) -> None:
     page.trace()
 
 
-@pytest.mark.parametrize("page", ["desktop"], indirect=True)
 def test_retyping_a_word_keeps_the_subject(page: Page) -> None:
     page.write_prompt("The Louvre is located in the city of", "The Louvre")
     page.select_text(14, 21)  # "located", to be retyped
@@ -521,23 +632,40 @@ def test_a_link_restores_edits_in_another_session(page: Page) -> None:
     assert not page.find("#link-edits input").is_selected()
 
 
-@pytest.mark.parametrize("page", ["desktop"], indirect=True)
+@pytest.mark.parametrize("effect", [0.415, 0.02])
 def test_advice_is_about_the_strongest_subject_token(
-    page: Page, server: tuple[str, ServerState]
+    page: Page, server: tuple[str, ServerState], monkeypatch: pytest.MonkeyPatch, effect: float
 ) -> None:
+    """Not about the last one; and on the scale of the total effect."""
     record = server[1].first_trace
     assert record is not None
-    token, layer, effect = strongest_subject_cell(record, "mlp")
-    page.click("nav [data-view=edit]")
-    notes = page.text("#layer-notes")
-    if effect < 0.1 * record.total_effect:
-        assert "suggests no layer" in notes
-    else:
-        assert f"{record.tokens[token].strip()}*”. It is highest at layer {layer}" in notes
-    height = float(
-        page.js("layers.children[arguments[0]].querySelector('i').style.height", layer)[:-1]
+    start, stop = record.subject
+    rows = [[0.1] * server[1].lm.n_layers for _ in record.tokens]
+    rows[start][0] += effect
+    rows[stop - 1][2] += 0.011
+    rows[-1][0] += 0.6  # not at the subject
+    grid = tuple(map(tuple, rows))
+    crafted = replace(
+        record, clean=0.9, corrupted=0.1, restored=dict.fromkeys(("states", "mlp", "attn"), grid)
     )
-    assert height == pytest.approx(100 * effect / max(record.total_effect, effect), abs=0.1)
+
+    def traced(*args: Any, **more: Any) -> Iterator[TraceRecord]:
+        yield replace(crafted, restored={})
+        yield crafted
+
+    monkeypatch.setattr("factscope.serve.routes_trace.stream_trace", traced)
+    page.set("seed", f"{1000 * effect:.0f}")  # a trace that is not in the cache
+    page.trace()
+    page.click("nav [data-view=edit]")
+    notes = page.text("#layer-notes").replace("\u00a0", " ")
+    if effect > 0.1:
+        label = f"{record.tokens[start].strip()}*"
+        assert f"at “{label}”. It is highest at layer 0: 41.5 %; the total effect is 80" in notes
+    else:
+        assert "suggests no layer" in notes
+        assert "at most 2.0 %; the total effect is 80.0 %" in notes
+    heights = page.js("[...layers.querySelectorAll('i')].map((e) => parseFloat(e.style.height))")
+    assert heights == pytest.approx([100 * effect / 0.8, *[0] * (len(heights) - 1)], abs=0.1)
 
 
 def test_markup_is_shown_as_text(page: Page) -> None:
@@ -577,17 +705,17 @@ def test_the_cancel_button_stops_the_job(
     assert page.text("#trace-status") == "cancelled"
 
 
-def test_all_controls_have_a_label_and_can_be_focused(page: Page) -> None:
+def test_all_controls_have_a_label_and_an_explanation_and_can_be_focused(page: Page) -> None:
     unnamed = """[...document.querySelectorAll('button, input, select, textarea')].filter((e) =>
         !(e.labels?.length || e.ariaLabel || e.textContent.trim())).map((e) => e.outerHTML)"""
     assert page.js(unnamed) == []
-    explained = """((e) => document.getElementById(e.getAttribute('aria-describedby'))?.textContent
-        || e.title || e.labels?.[0]?.textContent.split(/\\s+/).length > 3)"""
-    controls = "#fact, #view-trace, #view-edit"
-    unexplained = f"""[...document.querySelectorAll(arguments[0])].flatMap((area) =>
-        [...area.querySelectorAll('button:not(.token), input, select, textarea')])
-        .filter((e) => !{explained}(e)).map((e) => e.outerHTML)"""
-    assert page.js(unexplained, controls) == []
+    for view in ("trace", "edit", "compare"):
+        page.click(f"nav [data-view={view}]")
+        page.js("[...document.querySelectorAll('details')].forEach((e) => { e.open = true; })")
+        assert page.unexplained_controls() == []
+        assert page.smallest_text() > 10.5
+        assert page.js("document.documentElement.scrollWidth") <= WIDTHS[page.width]
+    page.click("nav [data-view=trace]")
     page.js("document.querySelector('#trace-form details').open = true")
     seen = set()
     page.find("body").send_keys(Keys.TAB)

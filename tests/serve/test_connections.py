@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from factscope.serve import connections
+from factscope.serve.limits import ServerLimits
 
 from serving import running_server, serving_lm
 
@@ -17,6 +18,14 @@ from serving import running_server, serving_lm
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     with running_server(serving_lm()) as (url, _):
+        yield "127.0.0.1", int(url.rpartition(":")[2])
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[tuple[str, int]]:
+    """A server with two connections per address."""
+    limits = ServerLimits(max_connections_per_address=2, max_connections=3)
+    with running_server(serving_lm(), limits=limits) as (url, _):
         yield "127.0.0.1", int(url.rpartition(":")[2])
 
 
@@ -82,11 +91,8 @@ def test_three_hundred_idle_connections_lock_nobody_out(address: tuple[str, int]
         assert all(is_closed(connection) for connection in idle[:100])
 
 
-def test_a_connection_without_any_request_is_replaced_first(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_ADDRESS", 2)
-    browser = HTTPConnection(*address, timeout=10)
+def test_a_connection_without_any_request_is_replaced_first(narrow: tuple[str, int]) -> None:
+    browser = HTTPConnection(*narrow, timeout=10)
 
     def ask() -> int:
         browser.request("GET", "/api/queue")
@@ -97,32 +103,33 @@ def test_a_connection_without_any_request_is_replaced_first(
     with ExitStack() as stack:
         assert ask() == 200
         used = browser.sock
-        idle = stack.enter_context(socket.create_connection(address))
-        stack.enter_context(socket.create_connection(address))
+        idle = stack.enter_context(socket.create_connection(narrow))
+        stack.enter_context(socket.create_connection(narrow))
         assert is_closed(idle)
         assert ask() == 200
         assert browser.sock is used
         browser.close()
 
 
-def test_an_address_that_uses_all_its_connections_is_refused(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+def test_an_address_that_uses_all_its_connections_is_refused(narrow: tuple[str, int]) -> None:
+    """Others are served, until the connections of all addresses are in use."""
     head = b"POST /api/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
     with ExitStack() as stack:
-        for _ in range(2):
-            # The server asks for the body, which does not come: the request is in progress.
-            connection = stack.enter_context(socket.create_connection(address))
-            connection.sendall(head.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
-            connection.settimeout(10)
-            assert connection.recv(12) == b"HTTP/1.1 100"
-        assert status(address) == 503
-        other = socket.create_connection(address, source_address=("127.0.0.2", 0))
-        with other:
-            other.sendall(b"GET /api/queue HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            other.settimeout(10)
-            assert other.recv(12) == b"HTTP/1.1 200"
+
+        def ask(request: bytes, address: str) -> bytes:
+            connection = socket.create_connection(narrow, source_address=(address, 0))
+            stack.enter_context(connection).settimeout(10)
+            connection.sendall(request)
+            return connection.recv(12)
+
+        # The server asks for the body, which does not come: the request is in progress.
+        unfinished = head.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        finished = b"GET /api/queue HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert [ask(unfinished, "127.0.0.1") for _ in range(2)] == [b"HTTP/1.1 100"] * 2
+        assert status(narrow) == 503
+        assert ask(finished, "127.0.0.2") == b"HTTP/1.1 200"
+        assert ask(unfinished, "127.0.0.2") == b"HTTP/1.1 100"  # replaces the idle one
+        assert ask(finished, "127.0.0.3") == b"HTTP/1.1 503"
 
 
 def test_a_client_that_does_not_read_is_disconnected(

@@ -8,7 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from factscope.analysis.estimate import Z95, Estimate
-from factscope.analysis.metrics import METRICS, SUCCESS_RATES, Summary, harmonic_mean, summarize
+from factscope.analysis.metrics import (
+    METRICS,
+    SUCCESS_RATES,
+    Summary,
+    score_influences,
+    summarize,
+)
 from factscope.records import CaseRecord, CaseScores, TraceRecord
 
 NS_LOSS = 0.05
@@ -132,8 +138,7 @@ def trial_of(
 def rates(cases: Sequence[CaseScores]) -> dict[str, Estimate]:
     """S, ES, PS and NS with 95 % intervals over the cases that have all three rates.
 
-    The interval of S, a harmonic mean of means, follows from the rates' by linearisation: a case
-    moves S by Σ S² / (3 m²) · (x - m) / N, with its rates x and their means m.
+    The interval of S follows from `score_influences`.
     """
     values = np.array([[METRICS[name](scores) for name in SUCCESS_RATES] for scores in cases])
     values = values.reshape(-1, len(SUCCESS_RATES))
@@ -142,11 +147,7 @@ def rates(cases: Sequence[CaseScores]) -> dict[str, Estimate]:
     if n == 0:
         return {}
     means = values.mean(0)
-    S = harmonic_mean(means.tolist())
-    if S > 0:
-        influence = ((S**2 / (len(means) * means**2)) * (values - means)).sum(1)
-    else:
-        influence = np.full(n, np.nan)
+    S, influence = score_influences(values)
     columns = {"S": (S, influence)}
     columns |= {name: (means[i], values[:, i]) for i, name in enumerate(SUCCESS_RATES)}
 

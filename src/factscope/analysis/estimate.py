@@ -58,7 +58,7 @@ class Estimate:
         if math.isnan(self.mean):
             return "–"
         width = "" if math.isnan(self.half_width) else f" ± {100 * self.half_width:.1f}"
-        return f"{100 * self.mean:.1f}{width} %"
+        return f"{round(100 * self.mean, 1) + 0.0:.1f}{width} %"  # adding 0.0 turns -0.0 into 0.0
 
     def __str__(self) -> str:
         """The interval in percent with its count: "18.6 ± 0.9 % (n=1000)"."""

@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from jaxtyping import Float
+
 from factscope.analysis.estimate import Estimate, estimate
 from factscope.errors import BadRecord
 from factscope.facts import Fact
@@ -200,6 +203,77 @@ def _averages(cases: Sequence[CaseScores]) -> dict[str, Estimate]:
 def harmonic_mean(values: Sequence[float]) -> float:
     """n / Σ 1/x; 0 if one of the values is 0."""
     return len(values) / math.fsum(1 / x for x in values) if all(values) else 0.0
+
+
+def score_influences(rates: Float[np.ndarray, "cases rates"]) -> tuple[float, np.ndarray]:
+    """S of cases that have all rates, and how much each case moves it, times the number of cases.
+
+    By linearisation of the harmonic mean: Σ S² / (3 m²) · (x - m), with a case's rates x and their
+    means m. NaN if S is 0.
+    """
+    means = rates.mean(0)
+    S = harmonic_mean(means.tolist())
+    if S == 0:
+        return S, np.full(len(rates), np.nan)
+    return S, ((S**2 / (len(means) * means**2)) * (rates - means)).sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two runs in one phase: their metrics, and the second's minus the first's, case by case."""
+
+    phase: Phase
+    summaries: tuple[Summary, Summary]
+    shared: int
+    """Cases that both runs scored. The summaries are over these; over all if there are none."""
+    differences: Mapping[str, Estimate]
+    """Mean difference over the shared cases, of every metric that both runs measured."""
+
+
+def pair_runs(first: Iterable[CaseRecord], second: Iterable[CaseRecord]) -> list[Pair]:
+    """Two runs compared, each of one method, for each phase that both have."""
+    by_phase = [{group[0].phase: group for group in group_by_row(run)} for run in (first, second)]
+    return [
+        _pair(by_phase[0][phase], by_phase[1][phase])
+        for phase in by_phase[0]
+        if phase in by_phase[1]
+    ]
+
+
+def _pair(*runs: Sequence[CaseRecord]) -> Pair:
+    scored = [
+        {record.fact: record for record in run if not record.failed and record.after is not None}
+        for run in runs
+    ]
+    facts = [fact for fact in scored[0] if fact in scored[1]]
+    compared = [[of_run[fact] for fact in facts] for of_run in scored] if facts else runs
+    first, second = (summary_of(records) for records in compared)
+    values = [[case_metrics(scores) for r in run if (scores := r.after)] for run in compared]
+    differences = _paired_differences(*values) if facts else {}
+    return Pair(
+        phase=runs[0][0].phase,
+        summaries=(first, second),
+        shared=len(facts),
+        differences=differences,
+    )
+
+
+def _paired_differences(
+    first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]
+) -> dict[str, Estimate]:
+    """The mean of second - first in each metric with 95 % interval; the cases are the same."""
+
+    def column(run: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
+        return np.array([case.get(name, math.nan) for case in run])
+
+    found = {name: estimate(column(second, name) - column(first, name), ddof=0) for name in METRICS}
+    rates = [np.stack([column(run, name) for name in SUCCESS_RATES], 1) for run in (first, second)]
+    complete = ~np.isnan(np.concatenate(rates, 1)).any(1)
+    if complete.any():
+        (S0, influences0), (S1, influences1) = (score_influences(run[complete]) for run in rates)
+        spread = estimate(influences1 - influences0, ddof=0)
+        found = {"S": Estimate(S1 - S0, spread.half_width, int(complete.sum())), **found}
+    return {name: value for name, value in found.items() if value.n}
 
 
 def _unedited_scores(records: Iterable[CaseRecord]) -> list[CaseScores]:

@@ -183,12 +183,12 @@ class EditChecks:
 
     @property
     def verdict(self) -> str:
-        """How "The edit …" ends: "took", "did not take", "damaged others" or "broke the model"; for
-        several facts also "took for 3 % of its facts"."""
+        """How "The edit …" ends: "took", "did not take", "damaged others", "did not take and
+        damaged others" or "broke the model"; for several facts also "took for 3 % of its facts"."""
         if self.broken:
             return "broke the model"
         if self.complaints():
-            return "damaged others"
+            return "did not take and damaged others" if self.taken == 0 else "damaged others"
         if self.taken is None:
             return "was not tried on its prompt"
         if 0 < self.taken < 1:

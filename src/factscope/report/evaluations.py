@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.text import Text
 
 from factscope.analysis.estimate import Estimate
-from factscope.analysis.metrics import METRICS, UNEDITED, Summary, summarize
+from factscope.analysis.metrics import METRICS, UNEDITED, Pair, Summary, summarize
 from factscope.analysis.published import published
 from factscope.errors import BadRecord, BadSetting
 from factscope.facts import Fact
@@ -198,6 +198,34 @@ def exact_match_table(rows: Sequence[Summary]) -> Table:
         note="How often every token of the correct object (the new object; for neighbours the true "
         "one) is the most likely token, in percent.",
         rules=_rules(rows),
+    )
+
+
+def pair_table(pair: Pair, names: tuple[str, str]) -> Table:
+    """The metrics of two runs and their difference; `names` are those of the runs."""
+    first, second = pair.summaries
+    rows = []
+    for name in (*COLUMNS, *EXACT_MATCHES):
+        values = [summary.metrics.get(name, UNMEASURED) for summary in (first, second)]
+        if name == "drawdown" or not any(value.n for value in values):  # specificity says the same
+            continue
+        difference = pair.differences.get(name, UNMEASURED)
+        label = f"{EXACT_MATCHES[name]}, exact match" if name in EXACT_MATCHES else name
+        rows.append((label, *map(Score, values), Score(difference), difference.n))
+    phase = {"edit": "", "end": ", after all edits"}[pair.phase]
+    if pair.shared:
+        note = (
+            f"Over the {pair.shared} cases that both runs scored. Difference: {names[1]} - "
+            f"{names[0]}, the mean over cases; if its 95 % interval, given by half its width in "
+            "parentheses, excludes 0, the runs differ clearly. "
+        )
+    else:
+        note = "The runs have no case in common, so their metrics are of different cases. "
+    return Table(
+        f"{names[0]} and {names[1]}{phase}",
+        ("metric", *names, "difference", "cases"),
+        tuple(rows),
+        note=note + "Values in percent (GE in hundredths of a bit).",
     )
 
 

@@ -151,6 +151,24 @@ def legend_above(ax: Axes, handles: Sequence[Artist]) -> None:
         text.set(**literal_text())
 
 
+def share_scales(figure: Figure, other: Figure) -> None:
+    """Make the value axes and colour scales of a figure also span those of another one.
+
+    Panels of the same title belong together; if no titles agree, those at the same place.
+    """
+    panels, others = ([ax for ax in fig.axes if ax.get_title()] for fig in (figure, other))
+    by_title = {ax.get_title(): ax for ax in others}
+    pairs = [(ax, by_title[ax.get_title()]) for ax in panels if ax.get_title() in by_title]
+    for ax, twin in pairs or zip(panels, others, strict=False):
+        meshes = [[m for m in axes.collections if m.get_array() is not None] for axes in (ax, twin)]
+        for mesh, twin_mesh in zip(*meshes, strict=False):
+            (low, high), (twin_low, twin_high) = mesh.get_clim(), twin_mesh.get_clim()
+            mesh.set_clim(min(low, twin_low), max(high, twin_high))
+        if not meshes[0]:
+            (low, high), (twin_low, twin_high) = ax.get_ylim(), twin.get_ylim()
+            ax.set_ylim(min(low, twin_low), max(high, twin_high))
+
+
 # ---- files
 
 FIGURE_FORMATS = ("png", "svg", "pdf")

@@ -20,7 +20,8 @@ from factscope.editing.settings import editor
 from factscope.errors import BadSetting, FactscopeError, NotFound, ServerBusy
 from factscope.report.html import asset
 from factscope.report.labels import HEAD_SHADES, KIND_STYLES, editor_name
-from factscope.serve.connections import BoundedProtocol
+from factscope.serve.connections import bounded_protocol
+from factscope.serve.limits import ServerLimits
 from factscope.serve.routes_edit import edit_routes
 from factscope.serve.routes_runs import run_routes
 from factscope.serve.routes_trace import trace_routes
@@ -48,7 +49,7 @@ def run(
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve until interrupted; `ready` is called with the address."""
-    config = server_config(create_app(state, allowed_hosts))
+    config = server_config(create_app(state, allowed_hosts), state.limits)
     with listen(host, port) as listening:
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listening.getsockname()[1]}/")
@@ -67,11 +68,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=bounded_protocol(limits),
         log_level="warning",
         access_log=False,
         server_header=False,

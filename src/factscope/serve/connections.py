@@ -9,10 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 256
-MAX_CONNECTIONS_PER_ADDRESS = 128
-"""Above these numbers, a new connection replaces one that waits for a request. If all are in use,
-the new one is refused."""
+from factscope.serve.limits import ServerLimits
+
 REQUEST_TIMEOUT = 8.0
 """Seconds until the headers of a request must be complete."""
 WRITE_TIMEOUT = 30.0
@@ -26,8 +24,19 @@ REFUSAL = (
 )
 
 
+def bounded_protocol(limits: ServerLimits) -> type["BoundedProtocol"]:
+    """The protocol of a server with these limits."""
+    return type(BoundedProtocol.__name__, (BoundedProtocol,), {"limits": limits})
+
+
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with these limits."""
+    """uvicorn's HTTP protocol with timeouts and limits.
+
+    Above the limits, a new connection replaces one that waits for a request. If all are in use, the
+    new one is refused.
+    """
+
+    limits = ServerLimits()
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -50,7 +59,9 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         others = [other for other in self._peers() if other is not self]
         same = [other for other in others if other.address == self.address]
-        for peers, limit in ((same, MAX_CONNECTIONS_PER_ADDRESS), (others, MAX_CONNECTIONS)):
+        limits = self.limits
+        bounds = (same, limits.max_connections_per_address), (others, limits.max_connections)
+        for peers, limit in bounds:
             if len(peers) >= limit and not _close_oldest(peers):
                 self._refused = True
                 self._request_timer = self.loop.call_later(REFUSAL_TIMEOUT, transport.close)

@@ -22,6 +22,10 @@ class ServerLimits:
     """Jobs that wait or run."""
     max_edits: Annotated[int, Ge(1)] = 12
     """Edits of one session."""
+    max_connections_per_address: Annotated[int, Ge(1)] = 128
+    """Connections of one IP address. A reverse proxy has one address for all its visitors: behind
+    one, give as many as it may open, at most 256."""
+    max_connections: Annotated[int, INTERNAL] = 256
     max_jobs_per_session: Annotated[int, INTERNAL] = 3
     max_reports: Annotated[int, INTERNAL] = 24
     """Figures and tables that wait or are drawn."""

@@ -4,7 +4,7 @@ The run name in a request is looked up in the list of runs; it never becomes a p
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,15 @@ from fastapi import APIRouter, Query, Response
 from matplotlib.figure import Figure
 
 from factscope.analysis.effects import average_kinds, trace_warnings
-from factscope.analysis.metrics import DEFINITIONS, Summary, merge_runs, summarize
+from factscope.analysis.metrics import DEFINITIONS, Pair, Summary, merge_runs, pair_runs, summarize
 from factscope.errors import BadRecord, BadSetting, FactscopeError, NotFound
 from factscope.records import CaseRecord, TraceRecord
-from factscope.report.evaluations import by_model_and_data, collect_samples, evaluation_tables
+from factscope.report.evaluations import (
+    by_model_and_data,
+    collect_samples,
+    evaluation_tables,
+    pair_table,
+)
 from factscope.report.figures import (
     average_heatmaps,
     average_lines,
@@ -26,9 +31,10 @@ from factscope.report.figures import (
     traces_figure,
 )
 from factscope.report.labels import display_token, printable
-from factscope.report.style import FIGURE_FORMATS, figure_bytes
+from factscope.report.style import FIGURE_FORMATS, figure_bytes, share_scales
 from factscope.report.sweeps import sweep_table
 from factscope.report.tables import (
+    Cell,
     Table,
     as_csv,
     as_latex,
@@ -42,7 +48,7 @@ from factscope.report.tables import (
 from factscope.runs.folder import RunFolder
 from factscope.runs.sweep import read_sweep
 from factscope.serve.jobs import ReportQueue
-from factscope.serve.security import attachment, error_to_dict, media_type
+from factscope.serve.security import attachment, error_to_dict, media_type, without_folders
 
 MAX_RUNS = 200
 """Runs in the list."""
@@ -57,6 +63,8 @@ CACHE_SIZE = 4
 CACHED_FIGURES = 64
 COMMANDS = ("trace", "evaluate", "sweep")
 """Commands whose runs are shown."""
+COMPARABLE = ("heatmaps", "lines", "distributions", "sweep")
+"""Figures that get the same scales as those of the run beside; others have fixed ones."""
 TABLE_FORMATS = {"csv": as_csv, "tex": as_latex, "md": as_markdown}
 HELP = {
     **DEFINITIONS,
@@ -65,8 +73,9 @@ HELP = {
     "of total effect": "AIE as a fraction of the average total effect, which is the drop of the "
     "answer's probability by the corruption.",
     "failed": "Cases whose edit failed.",
+    "difference": "The second run minus the first, on average over the cases that both scored.",
 }
-"""Definitions of columns."""
+"""Definitions of columns and metrics."""
 
 RunNames = Annotated[list[str], Query(max_length=64)]
 Stamp = tuple[str, int, int]
@@ -80,6 +89,7 @@ class RunLibrary:
         self._folder = folder
         self._records = lru_cache(CACHE_SIZE)(self._read)
         self._summaries = lru_cache(CACHE_SIZE)(self._summarize)
+        self._pairs = lru_cache(CACHE_SIZE)(self._pair)
 
     def all(self) -> dict[str, RunFolder]:
         """All runs by name, which is the path within the folder."""
@@ -126,6 +136,11 @@ class RunLibrary:
         runs = self.find(names, "evaluate")
         return self._summaries(tuple(stamp(name, run) for name, run in runs.items()))
 
+    def pairs(self, first: str, second: str) -> list[Pair]:
+        """Two evaluations, compared case by case."""
+        runs = self.find([first, second], "evaluate")
+        return self._pairs(stamp(first, runs[first]), stamp(second, runs[second]))
+
     def traces(self, name: str) -> list[TraceRecord]:
         """The traces of one run."""
         records = self._records(stamp(name, self.find([name], "trace")[name]))
@@ -146,6 +161,9 @@ class RunLibrary:
     def _summarize(self, stamps: tuple[Stamp, ...]) -> list[Summary]:
         return summarize(self.cases([name for name, _, _ in stamps]))
 
+    def _pair(self, first: Stamp, second: Stamp) -> list[Pair]:
+        return pair_runs(self.cases([first[0]]), self.cases([second[0]]))
+
 
 def stamp(name: str, run: RunFolder) -> Stamp:
     """The cache key of a run's records; a sweep has those of its points."""
@@ -161,25 +179,24 @@ def run_routes(folder: Path | None, reports: ReportQueue) -> APIRouter:
     runs = RunLibrary(folder)
 
     @lru_cache(CACHED_FIGURES)
-    def cached_figure(stamps: tuple[Stamp, ...], file: str) -> bytes:
-        return draw_figure(runs, [name for name, _, _ in stamps], file)
+    def cached_figure(stamps: tuple[Stamp, ...], file: str, beside: tuple[Stamp, ...]) -> bytes:
+        names, others = ([name for name, _, _ in group] for group in (stamps, beside))
+        return draw_figure(runs, names, file, others)
 
-    def figure_content(names: Sequence[str], file: str) -> bytes:
-        found = runs.find(names, *COMMANDS)
-        return cached_figure(tuple(stamp(name, run) for name, run in found.items()), file)
+    def stamps(names: Sequence[str]) -> tuple[Stamp, ...]:
+        return tuple(stamp(name, run) for name, run in runs.find(names, *COMMANDS).items())
+
+    def figure_content(names: Sequence[str], file: str, beside: str | None) -> bytes:
+        return cached_figure(stamps(names), file, stamps([beside]) if beside else ())
 
     @routes.get("/runs")
-    async def list_runs() -> dict[str, Any]:
-        """The runs in the folder."""
-
-        def listed() -> list[dict[str, Any]]:
-            return [run_to_dict(name, run) for name, run in runs.all().items()]
-
-        return {"runs": await reports.run(listed)}
+    def list_runs() -> dict[str, Any]:
+        """The runs in the folder. Not in the queue of reports: it would wait for their figures."""
+        return {"runs": [run_to_dict(name, run) for name, run in runs.all().items()]}
 
     @routes.get("/tables")
     async def tables(run: RunNames) -> dict[str, Any]:
-        """The tables of one run or of several evaluations, and the names of their figures."""
+        """The tables of one run, of two or of several evaluations, and their figures' names."""
         return await reports.run(tables_and_figures, runs, run)
 
     @routes.get("/tables/{file}", response_class=Response)
@@ -189,9 +206,14 @@ def run_routes(folder: Path | None, reports: ReportQueue) -> APIRouter:
         return attachment(content, f"table-{file}")
 
     @routes.get("/figures/{file}", response_class=Response)
-    async def figure(file: str, run: RunNames) -> Response:
-        """A figure as a file, such as lines.svg or fact-3.png."""
-        content = await reports.run(figure_content, run, file)
+    async def figure(
+        file: str, run: RunNames, beside: Annotated[str | None, Query(max_length=4000)] = None
+    ) -> Response:
+        """A figure as a file, such as lines.svg or fact-3.png.
+
+        Its scales also span the values of the run `beside`, so that both can be compared.
+        """
+        content = await reports.run(figure_content, run, file, beside)
         headers = {"cache-control": "no-store"}
         return Response(content, media_type=media_type(file), headers=headers)
 
@@ -265,6 +287,8 @@ def fact_to_dict(number: int, record: TraceRecord) -> dict[str, Any]:
 def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]:
     """The tables of runs, and the names of their figures."""
     command, tables = tables_of(runs, names)
+    if command != "evaluate" and len(names) > 1:
+        return {"command": command, "tables": [table_to_dict(t) for t in tables], "figures": []}
     figures = {"sweep": ["sweep"], "trace": ["heatmaps", "lines"]}.get(command)
     if figures is None:
         groups = by_model_and_data(runs.summaries(names))
@@ -273,17 +297,49 @@ def tables_and_figures(runs: RunLibrary, names: Sequence[str]) -> dict[str, Any]
 
 
 def tables_of(runs: RunLibrary, names: Sequence[str]) -> tuple[str, list[Table]]:
-    """The command of the runs, and their tables."""
-    run = runs.find(names, *COMMANDS)[names[0]]
-    command = run.command
-    if command != "evaluate" and len(names) > 1:
-        raise BadSetting(f"only evaluations have tables together; choose one run of {command}")
+    """The command of the runs, and their tables. Two runs also have the settings that differ."""
+    names = list(dict.fromkeys(names))
+    found = runs.find(names, *COMMANDS)
+    command = found[names[0]].command
+    if any(run.command != command for run in found.values()):
+        raise BadSetting("these are runs of several commands; choose runs of one")
+    tables: list[Table] = []
+    if len(names) == 2:
+        first, second = names
+        if command == "evaluate":
+            tables = [pair_table(pair, (first, second)) for pair in runs.pairs(first, second)]
+        tables += settings_table({name: run.spec() for name, run in found.items()})
+    elif len(names) > 2 and command != "evaluate":
+        raise BadSetting(f"{len(names)} runs of {command} are given; give one or two")
     if command == "evaluate":
-        return command, evaluation_tables(runs.summaries(names))
+        return command, [*tables, *evaluation_tables(runs.summaries(names))]
+    if len(names) > 1:
+        return command, tables
     if command == "sweep":
-        return command, [sweep_table(read_sweep(run.path))]
+        return command, [sweep_table(read_sweep(found[names[0]].path))]
     averages = average_kinds(runs.traces(names[0]))
     return command, [summary_table(averages), effects_table(averages)]
+
+
+def settings_table(specs: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """A table of the settings that differ between runs; none if they are the same."""
+    flat = [dict(_flatten(spec)) for spec in specs.values()]
+    names = dict.fromkeys(name for spec in flat for name in spec)
+    rows = tuple(
+        (name, *(without_folders(str(spec.get(name, "–"))) for spec in flat))
+        for name in names
+        if len({repr(spec.get(name)) for spec in flat}) > 1 and not name.endswith("sha256")
+    )
+    return [Table("Settings that differ", ("setting", *specs), rows)] if rows else []
+
+
+def _flatten(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by name; those of a group have its name before theirs."""
+    for name, value in spec.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}".replace("_", " "), value
 
 
 def table_content(runs: RunLibrary, names: Sequence[str], file: str) -> bytes:
@@ -298,12 +354,17 @@ def table_content(runs: RunLibrary, names: Sequence[str], file: str) -> bytes:
     return TABLE_FORMATS[kind](tables[int(number)]).encode(errors="replace")
 
 
-def draw_figure(runs: RunLibrary, names: Sequence[str], file: str) -> bytes:
+def draw_figure(
+    runs: RunLibrary, names: Sequence[str], file: str, beside: Sequence[str] = ()
+) -> bytes:
     """A figure of `tables_and_figures`, or of one traced fact."""
     name, _, kind = file.partition(".")
     figure = find_figure(runs, names, name) if kind in FIGURE_FORMATS else None
     if figure is None:
         raise NotFound(f"these runs have no figure {file[:40]!r}")
+    other = find_figure(runs, beside, name) if beside and name in COMPARABLE else None
+    if other is not None:
+        share_scales(figure, other)
     return figure_bytes(figure, kind)
 
 
@@ -330,19 +391,28 @@ def find_figure(runs: RunLibrary, names: Sequence[str], name: str) -> Figure | N
 
 
 def table_to_dict(table: Table) -> dict[str, Any]:
-    """A table with all cells as text; columns of metrics have a definition."""
+    """A table with all cells as text; columns and rows of metrics have a definition."""
+
+    def help_of(name: str) -> str | None:
+        return HELP.get(name.removesuffix(" ↑").removesuffix(" ↓"))
+
+    def cell_to_dict(cell: Cell, column: str) -> dict[str, Any]:
+        text = printable(cell_text(cell))
+        help = help_of(text) if column == "metric" else None
+        return {"text": text, "mark": cell_mark(cell), "help": help}
+
     return {
         "title": table.title,
         "columns": [
             {
                 "name": name,
                 "numeric": not is_text_column(table, i),
-                "help": HELP.get(name.removesuffix(" ↑").removesuffix(" ↓")),
+                "help": help_of(name),
             }
             for i, name in enumerate(table.columns)
         ],
         "rows": [
-            [{"text": printable(cell_text(cell)), "mark": cell_mark(cell)} for cell in row]
+            [cell_to_dict(cell, column) for cell, column in zip(row, table.columns, strict=True)]
             for row in table.rows
         ],
         "rules": table.rules,

@@ -150,11 +150,16 @@ def check_origin(method: str, path: str, headers: Mapping[str, str]) -> None:
         )
 
 
+def without_folders(text: str) -> str:
+    """The text without the folders of absolute paths, which are nobody's business."""
+    return FOLDERS.sub("", text)
+
+
 def error_to_dict(error: Exception) -> dict[str, str]:
     """The kind and message of an error. Only messages of our own errors reach the client."""
     if isinstance(error, FactscopeError):
-        # A lone surrogate cannot be encoded; folders of the server are nobody's business.
-        message = FOLDERS.sub("", str(error)).encode(errors="replace").decode()
+        # A lone surrogate cannot be encoded.
+        message = without_folders(str(error)).encode(errors="replace").decode()
         message = re.sub(r" \(--[a-z-]+\)", "", message)  # the page has no flags
         return {"kind": type(error).__name__, "message": printable(message)}
     if isinstance(error, RuntimeError) and is_out_of_memory(error):

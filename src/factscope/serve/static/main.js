@@ -138,7 +138,7 @@ async function start() {
   $("copy").addEventListener("click", copyLink);
   $("link").addEventListener("blur", () => { $("link").hidden = true; });
   window.addEventListener("hashchange", restoreState);
-  await startCompare(about, saveState);
+  startCompare(about, saveState);
   await updateEdits();
   if (!location.hash && about.first_is_traced) await traceForm();
   await restoreState();

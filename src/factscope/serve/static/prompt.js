@@ -1,10 +1,11 @@
 // The prompt, its tokens, and the next tokens that the model predicts. The subject is chosen by
 // clicking its first and last token; an element behind the field (.mirror) highlights it.
 
-import { post } from "./api.js";
+import { get, post } from "./api.js";
 import { $, el, fill, refill, tokenList } from "./dom.js";
 
 const PAUSE = 250; // Milliseconds without typing before the tokens are requested.
+const PATIENCE = 1000; // Milliseconds before the page says that the next tokens wait in the queue.
 
 let onChange = () => {};
 let tokens = []; // Spans [start, stop) of the tokens, in UTF-16 code units.
@@ -139,6 +140,7 @@ function requestTokens(pause) {
     abort = new AbortController();
     drawTokens([...text.matchAll(/\S+/g)].map((word) => [word.index, word.index + word[0].length]));
     if (!text.trim()) return fill($("next"));
+    const waiting = setTimeout(() => showWaiting(text), PATIENCE);
     try {
       const found = await post("/api/next-tokens", { prompt: text }, abort.signal);
       drawTokens(codeUnits(text, found.tokens));
@@ -147,9 +149,18 @@ function requestTokens(pause) {
       if (error.name === "AbortError") return null;
       fill($("next"), error.message);
       requested = null;
+    } finally {
+      clearTimeout(waiting);
     }
     return $("next").classList.remove("stale");
   }, pause);
+}
+
+// Take away the next tokens of the previous prompt while those of this one wait for other jobs.
+async function showWaiting(text) {
+  fill($("next"), "waiting for the model…");
+  const { jobs } = await get("/api/queue").catch(() => ({ jobs: 0 }));
+  if (jobs > 1 && requested === text && $("next").classList.contains("stale")) fill($("next"), `waiting for the model: ${jobs} jobs in the queue`);
 }
 
 // Spans in UTF-16 code units, from spans in characters. Several tokens may be parts of one
