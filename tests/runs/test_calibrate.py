@@ -124,7 +124,8 @@ def calibrated(run: CalibrateRun, lm: LM, folder: Path, **more: Any) -> Calibrat
 def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
     model: Path, lm: LM, data: Path, tmp_path: Path, scored: Any
 ) -> None:
-    wanted = {"layer": 0, "clamp": 2.0, "lr": 0.25, "covariance_weight": 100.0}
+    weight = 0.01 * lm.mlp_weight(0).shape[1]
+    wanted = {"layer": 0, "clamp": 2.0, "lr": 0.25, "covariance_weight": weight}
 
     def score(part: str, method: str, settings: dict[str, Any]) -> float:
         good = sum(settings.get(name) == value for name, value in wanted.items())
@@ -133,7 +134,7 @@ def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
     calls = scored(score)
     found = calibrated(run_of(model, data), lm, tmp_path / "run")
     assert found.settings["rome"] == {"layer": 0, "clamp": 2.0, "lr": 0.25, "weight_decay": 0.01}
-    assert found.settings["memit"]["covariance_weight"] == 100.0
+    assert found.settings["memit"]["covariance_weight"] == weight
     assert found.settings["ft-l"]["layer"] == 0
     reported = [(method, settings) for part, method, settings in calls if part == "report"]
     assert [method for method, _ in reported] == ["rome", "rome", "memit", "memit", "ft-l", "ft-l"]

@@ -64,7 +64,8 @@ CLAMPS = (1.0, 0.5, 2.0, 4.0, 0.25, 8.0)
 RATES = (0.25, 1.0, 0.1)
 MEMIT_RATES = (0.2, 0.5)
 DECAYS = (0.1, 0.001)
-COVARIANCE_WEIGHTS = (15_000.0, 1_000.0, 100.0, 10.0)
+WEIGHTS_PER_DIMENSION = (0.1, 0.01, 0.5, 3.0)
+"""λ per dimension of a key (`editing.defaults.WEIGHT_PER_DIMENSION`)."""
 MEMIT_CLAMPS = (0.75, 0.4, 1.5, 3.0)
 FILE = "calibration.json"
 
@@ -355,7 +356,8 @@ class _Search:
             layer = chosen["rome"]["layer"] if "rome" in chosen else default["layers"][-1]
             yield "layers", lambda best: layer_ranges(layer, last)
             yield "clamp", lambda best: MEMIT_CLAMPS
-            yield "covariance_weight", lambda best: COVARIANCE_WEIGHTS
+            width = self.lm.mlp_weight(layer).shape[1]
+            yield "covariance_weight", lambda best: [x * width for x in WEIGHTS_PER_DIMENSION]
             yield "lr", lambda best: MEMIT_RATES
         else:
             layer = chosen["rome"]["layer"] if "rome" in chosen else last // 4
@@ -514,8 +516,12 @@ def candidate_layers(last: int, effects: Sequence[float], count: int = 6) -> lis
 
 
 def layer_ranges(layer: int, last: int) -> list[tuple[int, ...]]:
-    """Ranges of layers to try for MEMIT around ROME's layer, all within 0 … last."""
-    bounds = ((-4, 0), (-2, 2), (0, 4), (-2, 0), (0, 0))
+    """Ranges of layers to try for MEMIT around ROME's layer, all within 0 … last.
+
+    Where the MLP's output is normalised, a layer can only give a bounded part of the residual, so
+    there is a wide range, too.
+    """
+    bounds = ((-4, 0), (-2, 2), (-4, 4), (0, 4), (-2, 0), (0, 0))
     ranges = (range(max(0, layer + a), min(last, layer + b) + 1) for a, b in bounds)
     return list(dict.fromkeys(tuple(x) for x in ranges if len(x)))
 
