@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import calibration as bench
 from factscope.analysis.calibration import Trial, rates, trial_of
 from factscope.analysis.estimate import Estimate
 from factscope.editing.calibration import (
@@ -30,6 +31,7 @@ from factscope.editing.settings import PAPER_ROME, Memit, Rome
 from factscope.errors import BadCalibration, BadFact, BadRunFolder, BadSetting
 from factscope.lm.load import load
 from factscope.lm.model import LM
+from factscope.records import write_records
 from factscope.runs import calibrate as calibrating
 from factscope.runs.calibrate import (
     CalibrateRun,
@@ -416,3 +418,40 @@ def test_a_better_method_is_named(lm: LM, capsys: pytest.CaptureFixture[str]) ->
     assert "found memit best for several facts at once: S 72.0, rome 50.0. Try --method memit" in (
         told
     )
+
+
+# ---- bench/calibration.py
+
+
+def test_the_tables_of_several_models_come_from_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        out = tmp_path / name
+        evidence = {
+            "best": {"1": "rome", "10": "memit"}, "trials": [{"method": "rome"}],
+            "statistics": [{"layer": 0, "tokens": 4096, "movement": [[4096, 0.08]]}],
+        }  # fmt: skip
+        found = Calibration(model=name, fingerprint="f", settings=SETTINGS, evidence=evidence)
+        found.save(out / "calibration" / "calibration.json")
+        (out / "model.json").write_text(json.dumps({"model": name}))
+        runs = {
+            ("rome", "default"): [case(i, new=0.1) for i in range(4)],
+            ("rome", "calibrated"): [case(i) for i in range(4)],
+            ("rome", "auto"): [
+                *(case(i, new=0.6 if i else 0.1) for i in range(3)),
+                case(3, after=None, error="no"),
+            ],
+        }  # fmt: skip
+        for (method, label), records in runs.items():
+            folder = bench.folder_of(out, method, label)
+            folder.mkdir()
+            write_records(folder / "records.jsonl", records)
+    bench.main(["--show", str(tmp_path / "one"), str(tmp_path / "two")])
+    text = capsys.readouterr().out
+    assert text.count("| ROME, calibrated | 100.0 ± 0.0 |") == 2
+    assert "layer 0: 4,096 tokens, 8.0 %" in text
+    # One of three facts is not written at its traced layer; the fourth has none.
+    rows = [line.split(" | ") for line in text.splitlines() if "auto minus fixed" in line]
+    assert [(row[3], row[-2]) for row in rows] == [("-33.3 ± 65.3", "3")] * 2
+    assert [row[2].split(" ± ")[0] for row in rows] == ["-25.0"] * 2
