@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,6 +49,9 @@ from factscope.report.tables import (
     severed_table,
 )
 from factscope.tracing.settings import PRESETS, Corruption, Tracing
+
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
 
 TOKENS = Corruption(distribution="tokens")
 LOGITS = Tracing(corruption=TOKENS, metric="logit-difference")
@@ -80,24 +83,37 @@ Records = Sequence[TraceRecord]
 
 def trace_all(args: argparse.Namespace) -> None:
     from factscope.lm.load import load
-    from factscope.runs.trace import TraceRun
 
     lm = load(args.model, device=args.device)
     for name in args.only or RUNS:
-        run = TraceRun(
-            model=args.model, dtype="float32", facts=args.facts, limit=args.limit,
-            settings=RUNS[name],
-        )  # fmt: skip
-        facts = run.readable_facts(lm, run.read().facts)
-        folder = run.create_or_open(lm, args.runs / name)
-        start = time.perf_counter()
-        run.run(lm, folder, facts.facts)
-        seconds = time.perf_counter() - start
-        print(f"{name}: {len(facts.facts)} facts, {seconds:.0f} s", flush=True)
-        if facts.problems:
-            print(f"  {len(facts.problems)} left out, the first: {facts.problems[0]}", flush=True)
+        folder = args.runs / name
+        trace_run(lm, args.model, args.facts, RUNS[name], folder, limit=args.limit)
         if args.pack:
-            pack(folder.path, args.pack)
+            pack(folder, args.pack)
+
+
+def trace_run(
+    lm: "LM",
+    model: str,
+    facts: Path,
+    settings: Tracing,
+    path: Path,
+    *,
+    dtype: str = "float32",
+    limit: int | None = None,
+) -> None:
+    """Trace the facts of a file into a run folder, or go on with it."""
+    from factscope.runs.trace import TraceRun
+
+    run = TraceRun(model=model, dtype=dtype, facts=facts, limit=limit, settings=settings)
+    readable = run.readable_facts(lm, run.read().facts)
+    folder = run.create_or_open(lm, path)
+    start = time.perf_counter()
+    run.run(lm, folder, readable.facts)
+    seconds = time.perf_counter() - start
+    print(f"{path.name}: {len(readable.facts)} facts, {seconds:.0f} s", flush=True)
+    if readable.problems:
+        print(f"  {len(readable.problems)} left out, the first: {readable.problems[0]}", flush=True)
 
 
 def pack(run: Path, folder: Path) -> None:

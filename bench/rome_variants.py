@@ -4,21 +4,28 @@
         --json variants.jsonl
     python bench/rome_variants.py --cases … --text … --json … --slice report --limit 500 \\
         --variants "before;paper;default;search.steps=40"
-    python bench/rome_variants.py --json variants.jsonl --show
+    python bench/rome_variants.py --model MODEL --cases … --text … --json … --facts-per-edit 10 \\
+        --variants "method=memit;method=memit+covariance_weight=100+layers=[2,3,4]"
+    python bench/rome_variants.py --json variants.jsonl --show --against default
 
-A variant is a name of `VARIANTS` or settings of its own, which change `BASE`. Each fact is written
-alone into the unedited model. Settings are chosen on the tune slice (records 101 to 500) and
-reported on the others. "likely" is how often the new object is the most likely one after the
-prompt; the other columns are the paper's metrics. Intervals are 95 %, for S by bootstrap. "time"
-is the time of an edit, checks included, relative to the variant "before", without the first
-batch, which warms up. Every finished variant is a line of the JSON file; a variant that has one
-is skipped, so a run that was cut goes on where it stopped.
+A variant is a name of `VARIANTS` or settings of its own. They change `BASE`, with "method=default"
+the default ROME and with "method=memit" the default MEMIT. "protect=α" adds α E[k kᵀ] to C, where k
+are the keys at the last subject tokens of the built-in facts, or of the facts of `--protect FILE`.
+Each fact, or each `--facts-per-edit`, is written into the unedited model. Settings are chosen on
+the tune slice (records 101 to 500) and reported on the others. "likely" is how often the
+new object is the most likely one after the prompt; the other columns are the paper's metrics.
+Intervals are 95 %, for S by bootstrap. "time" is the time of an edit, checks included, relative to
+the variant "before", without the first batch, which warms up. Every finished variant is a line of
+the JSON file; a variant that has one is skipped, so a run that was cut goes on where it stopped.
+`--against NAME` also prints the mean difference to a variant on the cases that both have, with
+95 % intervals of the paired differences.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +36,19 @@ import torch
 from edit_layers import collected
 from factscope.analysis.estimate import estimate
 from factscope.analysis.metrics import SUCCESS_RATES, case_metrics, harmonic_mean
-from factscope.data.readers import read_cases
+from factscope.data.readers import everyday_facts, read_cases, read_facts
+from factscope.editing.contexts import bare_keys
 from factscope.editing.defaults import memit_defaults, rome_defaults
 from factscope.editing.edit import Edit
 from factscope.editing.settings import PAPER_ROME, Memit, Rome, ValueSearch
+from factscope.errors import FactscopeError
 from factscope.evaluation.cases import score_cases
 from factscope.evaluation.settings import ScoringOptions
-from factscope.facts import Case
+from factscope.facts import Case, Fact
 from factscope.lm.load import load
 from factscope.lm.model import LM
 from factscope.records import CaseScores
+from factscope.stats.second_moment import SecondMoment, find_second_moment
 
 TUNE = slice(100, 500)
 """Records on which settings may be chosen."""
@@ -54,6 +64,30 @@ BEFORE = replace(BASE, key="mean", scale_delta=False, search=OLD_SEARCH)
 """The default up to version 0.1: the mean key, the whole δ in every context."""
 NAMED: dict[str, Any] = {"before": BEFORE, "default": Rome(), "paper": PAPER_ROME,
                          "memit": Memit()}  # fmt: skip
+PROTECT = "protect"
+"""A setting of this script only: α of C + α E[k kᵀ] over last subject tokens."""
+NEIGHBOURS = {
+    name: f"method=default+{settings}"
+    for name, settings in {
+        "default, kl 0.25": "search.kl_weight=0.25",
+        "default, kl 1": "search.kl_weight=1.0",
+        "default, decay 0.05": "search.weight_decay=0.05",
+        "default, decay 0.1": "search.weight_decay=0.1",
+        "default, clamp 3": "search.clamp=3.0",
+        "default, clamp 2": "search.clamp=2.0",
+        "default, stop 0.5": "search.stop_probability=0.5",
+        "default, stop 0.8": "search.stop_probability=0.8",
+        "default, contexts 1": "context_tolerance=1.0",
+        "default, contexts 10": "context_tolerance=10.0",
+        **{f"default, layer {i}": f"layer={i}" for i in (3, 4, 6, 7)},
+        "default, ridge 0.01": "ridge=0.01",
+        "default, ridge 0.0001": "ridge=0.0001",
+        **{f"default, protect {a}": f"protect={a}" for a in ("0.3", "1", "3", "10")},
+        "default, protect 3, clamp 3": "protect=3+search.clamp=3.0",
+        "default, protect 3, kl 0.25": "protect=3+search.kl_weight=0.25",
+    }.items()
+}
+"""Variants of today's default that might spare neighbours."""
 VARIANTS: dict[str, str] = {
     "two keys": "",
     "40 steps": "search.steps=40",
@@ -83,26 +117,41 @@ VARIANTS: dict[str, str] = {
     "40 steps, kl 0.25": "search.steps=40+search.kl_weight=0.25",
     "40 steps, ridge 0.01": "search.steps=40+ridge=0.01",
     "40 steps, ridge 0.1": "search.steps=40+ridge=0.1",
+    **NEIGHBOURS,
 }
 
 
-def variant(name: str) -> Rome | Memit:
-    """The settings of a variant, by name or as key=value+key=value."""
+def variant(name: str) -> tuple[Any, float]:
+    """The editor of a variant, by name or as key=value+key=value, and α of its protected keys."""
     if name in NAMED:
-        return NAMED[name]
-    rome: dict[str, Any] = {}
+        return NAMED[name], 0.0
+    pairs = [x.partition("=")[::2] for x in VARIANTS.get(name, name).split("+") if x]
+    base = next((NAMED[text] for key, text in pairs if key == "method"), BASE)
+    own: dict[str, Any] = {}
     search: dict[str, Any] = {}
-    for pair in filter(None, VARIANTS.get(name, name).split("+")):
-        key, _, text = pair.partition("=")
-        part, settings = (search, ValueSearch) if key.startswith("search.") else (rome, Rome)
-        key = key.removeprefix("search.")
-        if key not in {x.name for x in fields(settings)}:
-            raise SystemExit(f"{name!r} is neither a variant nor a setting; see --help")
-        try:
-            part[key] = json.loads({"False": "false", "True": "true"}.get(text, text))
-        except ValueError:
-            part[key] = text
-    return replace(BASE, **rome, search=replace(BASE.search, **search))
+    protect = 0.0
+    for key, text in pairs:
+        value: Any = text
+        with suppress(ValueError):
+            value = json.loads({"False": "false", "True": "true"}.get(text, text))
+        value = tuple(value) if isinstance(value, list) else value
+        if key == PROTECT:
+            protect = float(value)
+        elif (short := key.removeprefix("search.")) != key:
+            search[short] = value
+        elif key != "method":
+            own[key] = value
+    for part, settings in ((own, base), (search, base.search)):
+        for key in part:
+            if key not in {x.name for x in fields(settings)}:
+                raise SystemExit(f"{name!r} is neither a variant nor a setting; see --help")
+    return replace(base, **own, search=replace(base.search, **search)), protect
+
+
+def protected(lm: LM, moment: SecondMoment, alpha: float, facts: Sequence[Fact]) -> SecondMoment:
+    """C + α E[k kᵀ], with the keys k at the last subject tokens of the facts."""
+    k = bare_keys(lm, facts, [moment.layer])[moment.layer].double().cpu()
+    return replace(moment, matrix=moment.matrix + (alpha / len(k) * k.T @ k).float())
 
 
 def layers_of(lm: LM, editor: Rome | Memit) -> Sequence[int]:
@@ -113,15 +162,24 @@ def layers_of(lm: LM, editor: Rome | Memit) -> Sequence[int]:
 
 
 def edit_cases(
-    lm: LM, rome: Rome | Memit, cases: Sequence[Case], batch: int
+    lm: LM, editor: Rome | Memit, cases: Sequence[Case], batch: int, together: int
 ) -> tuple[list[Edit | Exception], float]:
-    """An edit or error for each case, and the seconds per edit without the first batch."""
+    """Each case's edit or error, and the seconds per case without the first batch. With several
+    facts in an edit, it is the edit of all its cases."""
     edits: list[Edit | Exception] = []
     seconds, timed = 0.0, 0
+    batch = batch if together == 1 else together
     for i in range(0, len(cases), batch):
         part = cases[i : i + batch]
         start = time.perf_counter()
-        edits += rome.attempt(lm, [case.request for case in part])
+        facts = [case.request for case in part]
+        if together == 1:
+            edits += editor.attempt(lm, facts)
+        else:
+            try:
+                edits += [editor(lm, facts)] * len(facts)
+            except FactscopeError as error:
+                edits += [error] * len(facts)
         if i or len(cases) <= batch:
             seconds, timed = seconds + time.perf_counter() - start, timed + len(part)
     return edits, seconds / timed
@@ -135,8 +193,10 @@ def scores_of(
     options, scores = ScoringOptions(length=0, attributes=False), []
     for i in range(0, len(usable), batch):
         part = usable[i : i + batch]
-        written = [edit.to(lm.device) for _, edit in part if isinstance(edit, Edit)]
-        index = list(range(len(part))) if written else [None] * len(part)
+        distinct = list({id(edit): edit for _, edit in part}.values())
+        written = [edit.to(lm.device) for edit in distinct if isinstance(edit, Edit)]
+        numbers = {id(edit): n for n, edit in enumerate(distinct)}
+        index = [numbers[id(edit)] if isinstance(edit, Edit) else None for _, edit in part]
         scores += score_cases(lm, [case for case, _ in part], written, index, scoring=options)
     return scores
 
@@ -153,7 +213,25 @@ def row_of(scores: Sequence[CaseScores]) -> dict[str, Any]:
         **{name: [round(100 * x.mean, 2), round(100 * x.half_width, 2)] for name, x in row.items()},
         "S": [round(100 * S, 2), round(196 * float(np.std(resampled)), 2)],
         "cases": len(scores),
+        "by_case": {name: [x[key] for x in values] for name, key in COLUMNS.items()},
     }
+
+
+def differences(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """Each variant's mean paired difference to one of them, as a Markdown table."""
+    base = next((row for row in rows if row["variant"] == name), None)
+    if base is None:
+        raise SystemExit(f"--against is {name!r}; there are {[row['variant'] for row in rows]}")
+    lines = [f"| minus {name!r} | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row in rows:
+        # Without failures both have the same cases in the same order.
+        if row is base or "by_case" not in row or row["cases"] != base["cases"]:
+            continue
+        both = {x: np.subtract(row["by_case"][x], base["by_case"][x]) for x in COLUMNS}
+        found = [estimate(100 * x, fraction=False) for x in both.values()]
+        cells = [f"{x.mean:+.1f} ± {x.half_width:.1f}" for x in found]
+        lines.append(f"| {' | '.join([row['variant'], *cells])} |")
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -191,6 +269,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--variants", default="all", help="before; paper; default; memit; "
                         + "; ".join(VARIANTS))  # fmt: skip
+    parser.add_argument("--facts-per-edit", type=int, default=1, help="facts of one edit")
+    parser.add_argument("--protect", type=Path, help="facts whose keys are protected")
+    parser.add_argument("--against", help="also print differences to this variant")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no variant after this")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--show", action="store_true", help="only print the tables of --json")
@@ -199,6 +280,8 @@ def main() -> None:
         for records in ("tune", "report"):
             if rows := rows_of(args.json, records):
                 print(f"{records}, {rows[0]['cases']} cases\n{table(rows)}")
+                if args.against:
+                    print(f"\n{differences(rows, args.against)}")
         return
 
     everything = list(read_cases(args.cases).cases)
@@ -225,16 +308,24 @@ def main() -> None:
     for name in (name for name in names if name not in done):
         if time.perf_counter() - began > 60 * args.minutes:
             break
-        editor = variant(name)
+        editor, alpha = variant(name)
+        layers = layers_of(lm, editor)
         if args.text is not None:
-            layers = layers_of(lm, editor)
             collected(lm, layers, args.text, args.tokens, args.stats)
             editor = replace(editor, second_moment=(args.stats,))
-        edits, seconds = edit_cases(lm, editor, cases, args.batch)
+        if alpha:
+            facts = read_facts(args.protect).facts if args.protect else everyday_facts()
+            found = find_second_moment(lm, layers[0], [args.stats] if args.text else [])
+            assert found is not None
+            editor = replace(editor, second_moment=protected(lm, found, alpha, facts))
+        edits, seconds = edit_cases(lm, editor, cases, args.batch, args.facts_per_edit)
         made = [edit for edit in edits if isinstance(edit, Edit)]
         checks = [edit.checks for edit in made if edit.checks is not None]
         steps = [len(losses) for edit in made for losses in edit.settings["losses"]]
         settings = {**editor.to_dict(), "search": asdict(editor.search), "prefixes": None}
+        if not made:
+            print(f"{name}: {edits[0]}")
+            continue
         report(name, {
             **row_of(scores_of(lm, cases, edits, args.batch)),
             "failed": len(edits) - len(made),
@@ -244,7 +335,10 @@ def main() -> None:
             "update_norm": round(float(np.mean([x.update_norm for x in checks])), 4),
             "settings": json.loads(json.dumps(settings, default=str)),
         })  # fmt: skip
-    print(table(rows_of(args.json, args.slice)))
+    rows = rows_of(args.json, args.slice)
+    print(table(rows))
+    if args.against:
+        print(f"\n{differences(rows, args.against)}")
 
 
 if __name__ == "__main__":

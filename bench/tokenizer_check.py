@@ -1,11 +1,12 @@
-"""How well the check of a model's likelihood tells right tokenizers from wrong ones.
+"""How well the checks of merges and likelihood tell right tokenizers from wrong ones.
 
     python bench/tokenizer_check.py smollm2-135m gemma3-270m.gguf qwen2.5-coder-0.5b.gguf
 
 Prints for each model, with its own tokenizer and with damaged ones, the bits per byte of the
-check's sentences, what the model's unigram baseline needs, their ratio and the relative entropy of
-the predictions. `lm.check.MAX_RATIO` and `UNTRAINED` lie between right and wrong. The last rows
-replace the weights by random ones of the usual size.
+check's sentences, what the model's unigram baseline needs, their ratio, the relative entropy of the
+predictions, and the fraction of the vocabulary that the merges lead to. `lm.check.MAX_RATIO`,
+`UNTRAINED` and `MIN_REACHABLE` lie between right and wrong. The last rows replace the weights by
+random ones of the usual size.
 """
 
 import argparse
@@ -18,7 +19,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from factscope.lm.check import MAX_RATIO, UNTRAINED, likelihood
+from factscope.lm.check import (
+    MAX_RATIO,
+    MIN_REACHABLE,
+    UNTRAINED,
+    likelihood,
+    reachable_tokens,
+)
 from factscope.lm.load import load
 from factscope.lm.model import LM
 
@@ -75,16 +82,19 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     models = [load(name, device=args.device) for name in args.models]
-    print(f"bounds: ratio {MAX_RATIO}, relative entropy {UNTRAINED}")
-    print("model | tokenizer | bits per byte | unigram | ratio | relative entropy | passes")
+    print(f"bounds: ratio {MAX_RATIO}, relative entropy {UNTRAINED}, reachable {MIN_REACHABLE}")
+    print("model | tokenizer | bits per byte | unigram | ratio | relative entropy | reachable | ok")
     for lm in models:
         for name, changed in cases(lm, [other for other in models if other is not lm]):
             torch.manual_seed(0)
             found = likelihood(changed)
-            passes = found.plausible or not found.trained
+            reachable = reachable_tokens(changed.tokenizer)
+            merged = reachable is None or reachable >= MIN_REACHABLE
+            passes = merged and (found.plausible or not found.trained)
             print(
                 f"{lm.name} | {name} | {found.bits:.2f} | {found.unigram_bits:.2f} | "
                 f"{found.bits / found.unigram_bits:.2f} | {found.entropy:.2f} | "
+                f"{'–' if reachable is None else f'{reachable:.3f}'} | "
                 f"{'yes' if passes else 'no'}",
                 flush=True,
             )

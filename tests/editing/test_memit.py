@@ -358,7 +358,7 @@ def test_edit_records_its_settings(gpt2: LM, tmp_path: Path) -> None:
 def test_defaults_come_from_the_model(gpt2: LM) -> None:
     bound = Memit(prefixes=(), second_moment="identity").bind(gpt2)
     assert bound.layers == (0, 1)  # the five up to ROME's, here fewer
-    assert bound.covariance_weight == 15_000.0
+    assert bound.covariance_weight == 0.1 * gpt2.mlp_weight(0).shape[1]
     assert len(Memit(prefix_lengths=((3, 2),), second_moment="identity").bind(gpt2).prefixes) == 2
 
 

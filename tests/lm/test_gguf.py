@@ -1,4 +1,4 @@
-"""The reference tokenizer of a GGUF file, and wrong tokenizers that it refuses. No network."""
+"""Tokenizer checks: the reference of a GGUF file, missing merges, likelihood. No network."""
 
 import json
 from collections.abc import Callable
@@ -8,17 +8,20 @@ from typing import Any
 
 import gguf
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from factscope.errors import BadModelFile
 from factscope.lm import sources
-from factscope.lm.check import likelihood
+from factscope.lm.check import MIN_REACHABLE, likelihood, reachable_tokens
 from factscope.lm.gguf import SAMPLES, GgufTokenizer, read_fields
 from factscope.lm.load import load
 from factscope.lm.model import LM
 
+from commands import saved_model
 from ggufs import PRE_TOKENIZERS, write_gguf
 from tokenizer_check import cases, keep_merges, rebuilt, shift_ids
-from tokenizers_ import TEXT, tokenizer
+from tokenizers_ import KINDS, TEXT, tokenizer
 
 STYLES = [*sorted(PRE_TOKENIZERS), "llama", "gemma, hub"]
 
@@ -153,6 +156,52 @@ def test_a_converted_model_is_checked_again_when_it_is_loaded(tmp_path: Path, ca
     saved.write_text(json.dumps(content))
     with pytest.raises(BadModelFile, match="the file's vocabulary gives"):
         load(path, device="cpu")
+
+
+# ---- models that are no GGUF files
+
+
+@pytest.mark.parametrize("style", KINDS)
+def test_missing_merges_are_noticed_without_the_file(style: str) -> None:
+    right = tokenizer(style)
+    assert reachable_tokens(right) == 1
+    half = reachable_tokens(rebuilt(right, keep_merges(0.5)))
+    assert half is not None
+    assert half < 0.55
+    most = reachable_tokens(rebuilt(right, keep_merges(0.9)))
+    assert most is not None
+    assert most > MIN_REACHABLE
+
+
+def test_a_folder_with_half_of_the_merges_is_refused(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path / "model")
+    load(str(folder), device="cpu")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    keep_merges(0.5)(content)
+    content["model"]["ignore_merges"] = True  # hides it for words of the vocabulary
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadModelFile, match=r"lead to only 50 % of its vocabulary.*--no-check-mo"):
+        load(str(folder), device="cpu")
+    changed = load(str(folder), device="cpu", check=False)
+    reachable_tokens(changed.tokenizer)
+    assert changed.tokenizer.backend_tokenizer.model.ignore_merges
+
+
+def test_only_bpe_tokenizers_have_merges() -> None:
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
+    )
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    suffix = models.BPE({"a": 0, "a</w>": 1, "aa</w>": 2}, [("a", "a</w>")])
+    suffix.end_of_word_suffix = "</w>"
+    ends = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(suffix))
+    assert [reachable_tokens(x) for x in (words, letters, ends)] == [None] * 3
+
+
+@pytest.mark.model
+def test_the_merges_of_the_default_model_lead_to_its_vocabulary(default_model: LM) -> None:
+    assert reachable_tokens(default_model.tokenizer) == 1
 
 
 # ---- likelihood

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import calibration as bench
 from factscope.analysis.calibration import Trial, rates, trial_of
 from factscope.analysis.estimate import Estimate
 from factscope.editing.calibration import (
@@ -30,6 +31,7 @@ from factscope.editing.settings import PAPER_ROME, Memit, Rome
 from factscope.errors import BadCalibration, BadFact, BadRunFolder, BadSetting
 from factscope.lm.load import load
 from factscope.lm.model import LM
+from factscope.records import write_records
 from factscope.runs import calibrate as calibrating
 from factscope.runs.calibrate import (
     CalibrateRun,
@@ -87,15 +89,17 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], list[tuple[str
     def patch(score: Scores) -> list[tuple[str, str, Any]]:
         calls = []
 
-        def trial(self: Any, part: str, method: str, settings: Any, cases: Any) -> Trial:
-            calls.append((part, method, dict(settings)))
-            value = Estimate(score(part, method, settings), 0.01, len(cases))
+        def trial(
+            self: Any, part: str, method: str, settings: Any, cases: Any, facts: int | None = None
+        ) -> Trial:
+            calls.append((part if facts is None else f"{part} {facts}", method, dict(settings)))
+            value = Estimate(score(calls[-1][0], method, settings), 0.01, len(cases))
             metrics = {name: value for name in ("S", "ES", "PS", "NS")}
             done = Trial(
                 method=method, settings=settings, cases=len(cases), metrics=metrics,
                 unedited={"NS": Estimate(0.1, 0.0, 4)},
             )  # fmt: skip
-            if part == "choose":
+            if part == "choose" and facts is None:
                 self.trials.append(done)
             return done
 
@@ -106,7 +110,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], list[tuple[str
     return patch
 
 
-def no_statistics(layers: Sequence[int]) -> None:
+def no_statistics(layers: Sequence[int], facts: Sequence[Any], seconds: float) -> None:
     """Statistics that no test here needs."""
 
 
@@ -122,7 +126,8 @@ def calibrated(run: CalibrateRun, lm: LM, folder: Path, **more: Any) -> Calibrat
 def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
     model: Path, lm: LM, data: Path, tmp_path: Path, scored: Any
 ) -> None:
-    wanted = {"layer": 0, "clamp": 2.0, "lr": 0.25, "covariance_weight": 100.0}
+    weight = 0.01 * lm.mlp_weight(0).shape[1]
+    wanted = {"layer": 0, "clamp": 2.0, "lr": 0.25, "covariance_weight": weight}
 
     def score(part: str, method: str, settings: dict[str, Any]) -> float:
         good = sum(settings.get(name) == value for name, value in wanted.items())
@@ -131,7 +136,7 @@ def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
     calls = scored(score)
     found = calibrated(run_of(model, data), lm, tmp_path / "run")
     assert found.settings["rome"] == {"layer": 0, "clamp": 2.0, "lr": 0.25, "weight_decay": 0.01}
-    assert found.settings["memit"]["covariance_weight"] == 100.0
+    assert found.settings["memit"]["covariance_weight"] == weight
     assert found.settings["ft-l"]["layer"] == 0
     reported = [(method, settings) for part, method, settings in calls if part == "report"]
     assert [method for method, _ in reported] == ["rome", "rome", "memit", "memit", "ft-l", "ft-l"]
@@ -158,7 +163,59 @@ def test_without_time_only_defaults_are_evaluated(
     found = calibrated(run, lm, tmp_path / "run", clock=lambda: next(ticks))
     assert [part for part, _, _ in calls].count("choose") == 3
     assert [part for part, _, _ in calls].count("report") == 6
+    assert len(calls) == 9
     assert set(found.settings) == {"rome", "memit", "ft-l"}
+    assert found.evidence["best"] == {}
+    assert found.best_method(1) is None
+
+
+def test_the_best_method_is_chosen_on_one_part_and_reported_on_the_other(
+    model: Path, lm: LM, data: Path, tmp_path: Path, scored: Any
+) -> None:
+    table = {
+        "choose": {"rome": 0.6, "memit": 0.7, "ft-l": 0.5},
+        "choose 1": {"memit": 0.5},
+        "choose 10": {"rome": 0.65, "ft-l": 0.4},
+    }
+
+    def score(part: str, method: str, settings: dict[str, Any]) -> float:
+        return table.get(part, {}).get(method, 0.2)
+
+    calls = scored(score)
+    found = calibrated(run_of(model, data), lm, tmp_path / "run")
+    assert found.evidence["best"] == {"1": "rome", "10": "memit"}
+    others = [(part, method) for part, method, _ in calls if " " in part]
+    assert others == [
+        ("choose 1", "memit"), ("report 1", "memit"), ("choose 10", "rome"), ("report 10", "rome"),
+        ("choose 10", "ft-l"), ("report 10", "ft-l"),
+    ]  # fmt: skip
+    method, scores_ = found.best_method(1) or ("", {})
+    assert method == "rome"
+    assert {name: x["metrics"]["S"]["mean"] for name, x in scores_.items()} == {
+        "rome": 0.2, "memit": 0.2, "ft-l": 0.2,
+    }  # fmt: skip
+    assert [(found.best_method(n) or "")[0] for n in (2, 9, 10, 500)] == [
+        "rome", "rome", "memit", "memit",
+    ]  # fmt: skip
+
+
+def test_statistics_get_a_share_of_the_time_and_the_facts(
+    model: Path, lm: LM, data: Path, tmp_path: Path, scored: Any
+) -> None:
+    scored(lambda *_: 0.5)
+    now = [0.0]
+    given: list[tuple[list[int], int, float]] = []
+
+    def statistics(layers: Sequence[int], facts: Sequence[Any], seconds: float) -> None:
+        given.append((list(layers), len(facts), seconds))
+        now[0] += 100.0
+
+    run = run_of(model, data, minutes=20.0, methods=("rome",))
+    calibrated(run, lm, tmp_path / "run", statistics=statistics, clock=lambda: now[0])
+    assert [n for _, n, _ in given] == [4] * len(given)
+    assert [seconds for _, _, seconds in given][:3] == [300.0, 200.0, 100.0]
+    assert min(seconds for _, _, seconds in given) == 0.0 or len(given) == 3
+    assert given[0][0] == sorted({rome_defaults(lm).layer, *candidate_layers(1, [0.1, 0.2, 0.3])})
 
 
 def test_the_two_parts_are_known_and_have_no_case_in_common(
@@ -195,12 +252,17 @@ def test_trials_are_evaluations_and_a_second_run_reads_them(
     collected: list[int] = []
     from factscope.cli.stats import collect_statistics
 
-    def statistics(layers: Sequence[int]) -> None:
+    def statistics(layers: Sequence[int], facts: Sequence[Any], seconds: float) -> None:
         collected.extend(layers)
-        collect_statistics(lm, layers)
+        collect_statistics(lm, layers, facts=facts, seconds=seconds)
 
     found = calibrated(run, lm, tmp_path / "run", statistics=statistics)
     assert collected
+    statistics_found = found.evidence["statistics"][0]
+    assert statistics_found["layer"] == found.settings["rome"]["layer"]
+    points = statistics_found["movement"]
+    assert points
+    assert points[-1][0] <= statistics_found["tokens"]
     default = found.evidence["report"]["rome"]["default"]
     assert (default["cases"], default["error"]) == (4, None)
     folder = tmp_path / "run" / "report" / trial_name("rome", default["settings"])
@@ -331,3 +393,65 @@ def test_a_damaged_calibration_of_a_model_is_named(lm: LM) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(BadSetting, match="minutes is 0"):
         CalibrationSettings(minutes=0.0)
+
+
+def test_a_better_method_is_named(lm: LM, capsys: pytest.CaptureFixture[str]) -> None:
+    from factscope.cli.edit import note_defaults
+
+    def trial(S: float) -> dict[str, Any]:
+        return {"metrics": {"S": {"mean": S}}}
+
+    evidence = {
+        "best": {"1": "rome", "10": "memit"},
+        "methods": {
+            "1": {"rome": trial(0.812), "memit": trial(0.7)},
+            "10": {"rome": trial(0.5), "memit": trial(0.72), "ft-l": {"metrics": {}}},
+        },
+    }
+    found = Calibration(model="m", fingerprint="f", settings=SETTINGS, evidence=evidence)
+    lm.cache["calibration"] = found
+    for editor, facts in ((Rome(), 1), (Memit(), 20), (editor_with("ft-l", {}), 20)):
+        note_defaults(lm, editor, facts)
+    assert capsys.readouterr().err == ""
+    note_defaults(lm, Rome(), 20)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "found memit best for several facts at once: S 72.0, rome 50.0. Try --method memit" in (
+        told
+    )
+
+
+# ---- bench/calibration.py
+
+
+def test_the_tables_of_several_models_come_from_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        out = tmp_path / name
+        evidence = {
+            "best": {"1": "rome", "10": "memit"}, "trials": [{"method": "rome"}],
+            "statistics": [{"layer": 0, "tokens": 4096, "movement": [[4096, 0.08]]}],
+        }  # fmt: skip
+        found = Calibration(model=name, fingerprint="f", settings=SETTINGS, evidence=evidence)
+        found.save(out / "calibration" / "calibration.json")
+        (out / "model.json").write_text(json.dumps({"model": name}))
+        runs = {
+            ("rome", "default"): [case(i, new=0.1) for i in range(4)],
+            ("rome", "calibrated"): [case(i) for i in range(4)],
+            ("rome", "auto"): [
+                *(case(i, new=0.6 if i else 0.1) for i in range(3)),
+                case(3, after=None, error="no"),
+            ],
+        }  # fmt: skip
+        for (method, label), records in runs.items():
+            folder = bench.folder_of(out, method, label)
+            folder.mkdir()
+            write_records(folder / "records.jsonl", records)
+    bench.main(["--show", str(tmp_path / "one"), str(tmp_path / "two")])
+    text = capsys.readouterr().out
+    assert text.count("| ROME, calibrated | 100.0 ± 0.0 |") == 2
+    assert "layer 0: 4,096 tokens, 8.0 %" in text
+    # One of three facts is not written at its traced layer; the fourth has none.
+    rows = [line.split(" | ") for line in text.splitlines() if "auto minus fixed" in line]
+    assert [(row[3], row[-2]) for row in rows] == [("-33.3 ± 65.3", "3")] * 2
+    assert [row[2].split(" ± ")[0] for row in rows] == ["-25.0"] * 2

@@ -16,7 +16,12 @@ from factscope.lm.forward import mlp_keys
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
 from factscope.stats.covariance import RunningSums, add_products_, collect, find_collected
-from factscope.stats.second_moment import merge_second_moments, save_second_moment
+from factscope.stats.second_moment import (
+    direction_difference,
+    load_second_moment,
+    merge_second_moments,
+    save_second_moment,
+)
 from factscope.stats.settings import StatsSettings
 from factscope.stats.text import GeneratedText
 from second_moments import LENGTH, random_sequences, relative_difference
@@ -309,3 +314,85 @@ def test_a_finished_collection_is_found_by_its_settings(tmp_path: Path) -> None:
     assert merge_second_moments([moment, other]).request == ""
     path.write_bytes(b"damaged")
     assert find_collected(path, lm, 1, settings, "t") is None
+
+
+# ---- movement
+
+
+def test_the_movement_is_the_direction_difference_between_half_of_the_text_and_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm, sequences = tiny("llama"), random_sequences(300)
+    monkeypatch.setattr("factscope.stats.covariance.TOKENS_PER_DIMENSION", 0)
+    keys = {layer: mlp_keys(lm, torch.tensor(sequences[:3]), layer)[:, -1] for layer in (0, 2)}
+    settings = StatsSettings(tokens=2400, batch_size=2, movement=1e-9)
+    found = collect(lm, [0, 2], sequences, settings, keys=keys)
+    plain = StatsSettings(tokens=10_000)
+    for moment in found:
+        assert [n for n, _ in moment.movement_history] == [512, 1008, 2000]
+        for tokens, movement in moment.movement_history:
+            read = sequences[: tokens // LENGTH]
+            half, both = (collect(lm, [moment.layer], x, plain)[0] for x in (read[::2], read))
+            wanted = direction_difference(half, both, keys[moment.layer], ridge=1e-3)
+            assert movement == pytest.approx(wanted, rel=1e-3)
+        assert moment.tokens == 2400
+        assert moment.movement == moment.movement_history[-1][1]
+
+
+def test_collection_stops_when_the_movement_of_every_layer_is_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm, sequences = tiny("llama"), random_sequences(800)
+    monkeypatch.setattr("factscope.stats.covariance.TOKENS_PER_DIMENSION", 0)
+    keys = {layer: mlp_keys(lm, torch.tensor(sequences[:3]), layer)[:, -1] for layer in (0, 2)}
+
+    def run(**more):
+        settings = StatsSettings(tokens=6400, batch_size=10, **more)
+        return collect(lm, [0, 2], sequences, settings, keys=keys)
+
+    whole = run(movement=1e-9)
+    by_layer = [dict(moment.movement_history) for moment in whole]
+    last = max(by_layer[0])
+    bound = max(moved[last] for moved in by_layer)
+    for moment in run(movement=bound):
+        assert moment.tokens == last
+        assert moment.movement is not None
+        assert moment.movement <= bound
+    assert [moment.movement_history for moment in run()] == [(), ()]
+    with pytest.raises(BadSetting, match=r"movement is 0\.1; give the keys"):
+        collect(lm, [0], sequences, StatsSettings(movement=0.1))
+
+
+def test_time_ends_a_collection_that_has_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, sequences = tiny("gpt2"), random_sequences(400)
+    settings = StatsSettings(tokens=3200, batch_size=1)
+    found = collect(lm, [1], sequences, settings, out_of_time=lambda: True)[0]
+    width = lm.mlp_weight(1).shape[1]
+    assert found.tokens == max(1000, 10 * width)
+
+
+def test_a_resumed_collection_has_the_same_movement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("factscope.stats.covariance.MAX_SAVE_OVERHEAD", 0)
+    monkeypatch.setattr("factscope.stats.covariance.TOKENS_PER_DIMENSION", 0)
+    lm, sequences, path = tiny("llama"), random_sequences(300), tmp_path / "c.partial"
+    settings = StatsSettings(tokens=2400, batch_size=3, movement=1e-9)
+    keys = {1: mlp_keys(lm, torch.tensor(sequences[:3]), 1)[:, -1]}
+
+    def run(source, **more):
+        return collect(lm, [1], source, settings, corpus="t", keys=keys, **more)[0]
+
+    def interrupted() -> Iterator[list[int]]:
+        yield from sequences[:200]
+        raise Killed
+
+    whole = run(sequences)
+    with pytest.raises(Killed):
+        run(interrupted(), partial=path, save_interval=0.0)
+    resumed = run(sequences, partial=path, save_interval=0.0)
+    assert resumed.movement_history == whole.movement_history
+    save_second_moment(resumed, tmp_path / "c.safetensors")
+    loaded = load_second_moment(tmp_path / "c.safetensors")
+    assert loaded.movement_history == whole.movement_history
+    assert "moved by" in " ".join(loaded.quality())

@@ -16,6 +16,7 @@ from factscope.settings import Flag
 
 if TYPE_CHECKING:
     from factscope.editing.calibration import Calibration
+    from factscope.facts import Fact
     from factscope.lm.model import LM
 
 
@@ -73,16 +74,17 @@ def run(options: CalibrateOptions) -> None:
 
 
 class _Statistics:
-    """Collects the statistics of layers that have none, or, from a given text, of all layers."""
+    """Collects statistics of layers until C⁻¹k of the facts stops moving; without a given text
+    only of layers whose statistics are missing or few."""
 
     def __init__(self, lm: "LM", text: Path | None) -> None:
         self.lm, self.text = lm, text
         self.finished: set[int] = set()
 
-    def __call__(self, layers: Sequence[int]) -> None:
+    def __call__(self, layers: Sequence[int], facts: "Sequence[Fact]", seconds: float) -> None:
         new = [layer for layer in layers if layer not in self.finished]
         if new:
-            collect_statistics(self.lm, new, self.text)
+            collect_statistics(self.lm, new, self.text, facts=facts, seconds=seconds)
         self.finished |= set(new)
 
 
@@ -149,11 +151,14 @@ def _to_dict(calibration: "Calibration") -> Mapping[str, Any]:
 def _print(calibration: "Calibration") -> None:
     """The settings of each method, and the scores before and after."""
     from factscope.analysis.calibration import settings_text
-    from factscope.report.calibrations import calibration_table
+    from factscope.report.calibrations import calibration_table, methods_table, statistics_table
     from factscope.report.tables import as_markdown
 
     say(f"{calibration.model} ({calibration.fingerprint[:12]})")
     for method, values in calibration.settings.items():
         say(f"  {method}: {settings_text(values)}")
     if calibration.evidence:
-        say(as_markdown(calibration_table(calibration)))
+        tables = (f(calibration) for f in (calibration_table, methods_table, statistics_table))
+        for table in tables:
+            if table is not None and table.rows:
+                say(as_markdown(table))

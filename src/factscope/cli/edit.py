@@ -263,7 +263,7 @@ def _unpredicted(lm: "LM", cases: list[Case]) -> tuple[list[Case], list[str]]:
 def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool = False) -> "Edit":
     """The edit that writes all the cases; refused if it fails the checks, unless forced."""
     facts = [case.request for case in cases]
-    note_defaults(lm, editor)
+    note_defaults(lm, editor, len(facts))
     editor = with_statistics(lm, editor, facts)
     what = repr(facts[0].text) if len(facts) == 1 else f"{len(facts)} facts"
     with working(f"editing {what}") as done:
@@ -274,11 +274,25 @@ def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool 
     return edit
 
 
-def note_defaults(lm: "LM", editor: Any) -> None:
-    """Say so if the editor uses defaults that were not measured on this model."""
-    from factscope.editing.calibration import CALIBRATED
+def note_defaults(lm: "LM", editor: Any, facts: int) -> None:
+    """Say so if the editor uses defaults that were not measured on this model, or if its
+    calibration found another method better for that many facts in an edit."""
+    from factscope.editing.calibration import CALIBRATED, find_calibration
     from factscope.editing.defaults import has_own_defaults, rome_defaults
 
+    calibration = find_calibration(lm)
+    best = None if calibration is None else calibration.best_method(facts)
+    if best is not None and best[0] != editor.method:
+        metrics = {method: trial["metrics"] for method, trial in best[1].items()}
+        S = {method: 100 * x["S"]["mean"] for method, x in metrics.items() if x}
+    else:
+        S = {}
+    if best is not None and {best[0], editor.method} <= set(S):
+        together = "one fact at a time" if facts == 1 else "several facts at once"
+        note(
+            f"The calibration of {lm.name} found {best[0]} best for {together}: S "
+            f"{S[best[0]]:.1f}, {editor.method} {S[editor.method]:.1f}. Try --method {best[0]}."
+        )
     values = {**vars(editor), **vars(getattr(editor, "search", editor))}
     names = CALIBRATED.get(editor.method, ())
     if all(values[name] not in (None, "default") for name in names[:2]) or has_own_defaults(lm):

@@ -133,7 +133,7 @@ def evaluate(options: EvaluateCommandOptions) -> None:
     skipped(file.problems)
     lm = options.load()
     facts = [case.request for case in file.cases]
-    note_defaults(lm, run.editor)
+    note_defaults(lm, run.editor, (run.batch_size or len(facts)) if run.protocol == "batch" else 1)
     run = replace(run, editor=with_statistics(lm, run.editor, facts))
     resolved = replace(run, editor=run.editor.resolve(lm))
     folder = run.create_or_open(lm, options.out)

@@ -1,5 +1,6 @@
 """factscope stats: second moments of the keys of a layer, which ROME and MEMIT need."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL = 0.5
 """Seconds between attempts to lock a file that another process writes."""
-TOKENS_PER_DIMENSION = 10
-"""With fewer tokens per dimension of a key, C is hardly an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +79,8 @@ class CollectOptions(Options):
 def collect(options: CollectOptions) -> None:
     """Collect the second moments of layers. The word "collect" can be left out."""
     options.check()
+    from factscope.stats.covariance import TOKENS_PER_DIMENSION
+
     settings, lm = options.settings, options.model.load()
     text = options.text
     if text is None and options.hf_dataset is None:
@@ -88,7 +89,8 @@ def collect(options: CollectOptions) -> None:
         note(f"No --text and no --hf-dataset: {no_text if text is None else f'text is {text}'}.")
     paths = options.paths(lm)
     moments = _collect(lm, options.layers, settings, paths, text, options.hf_dataset)
-    if moments[0].tokens < settings.tokens // settings.n_shards and settings.convergence is None:
+    can_stop = settings.convergence is not None or settings.movement is not None
+    if moments[0].tokens < settings.tokens // settings.n_shards and not can_stop:
         note(f"The text has only {moments[0].tokens:,} tokens.")
     enough = TOKENS_PER_DIMENSION * moments[0].width
     if moments[0].tokens < enough:
@@ -161,11 +163,15 @@ def _default_text() -> Path | None:
 def _collect(
     lm: "LM", layers: Sequence[int], settings: StatsSettings, paths: Sequence[Path],
     text: Path | None = None, dataset: str | None = None,
+    facts: "Sequence[Fact] | None" = None, seconds: float = math.inf,
 ) -> "list[SecondMoment]":  # fmt: skip
     """Collect and save the second moments of layers whose files do not have them yet.
 
-    An interrupted collection resumes.
+    The movement of C⁻¹k is that of the facts, or else of the built-in ones. After `seconds` a
+    collection with enough tokens ends. An interrupted collection resumes.
     """
+    from factscope.data.readers import everyday_facts
+    from factscope.editing.contexts import bare_keys
     from factscope.stats.covariance import collect, find_collected
     from factscope.stats.second_moment import save_second_moment
     from factscope.stats.text import open_text
@@ -183,11 +189,16 @@ def _collect(
         missing = [layer for layer in layers if layer not in moments]
         if not missing:
             return list(moments.values())
+        end = time.monotonic() + seconds
+        keys = None
+        if settings.movement is not None:
+            keys = bare_keys(lm, facts or everyday_facts(), missing)
         try:
             with working("statistics: tokens", -(-settings.tokens // settings.n_shards)) as done:
                 collected = collect(
-                    lm, missing, sequences, settings, corpus=corpus, partial=partial, progress=done
-                )
+                    lm, missing, sequences, settings, corpus=corpus, partial=partial,
+                    progress=done, keys=keys, out_of_time=lambda: time.monotonic() > end,
+                )  # fmt: skip
         except KeyboardInterrupt:
             advice = "resumes" if partial.is_file() else "starts again"
             raise KeyboardInterrupt(f"the same command {advice}") from None
@@ -231,7 +242,7 @@ def _print(
         save_figure(convergence_figure(histories, moments[0].model), figure)
     names = (
         "layer", "model", "fingerprint", "width", "tokens", "corpus", "generated",
-        "split_half_difference", "convergence_history",
+        "split_half_difference", "convergence_history", "movement", "movement_history",
     )  # fmt: skip
     values, lines = [], []
     for path, x in zip(paths, moments, strict=True):
@@ -275,37 +286,66 @@ def each_with_statistics(
     return resolved
 
 
-def collect_statistics(lm: "LM", layers: Sequence[int], text: Path | None = None) -> None:
+MAX_MOVEMENT = 0.1
+"""Statistics of a calibration are enough once C⁻¹k moves by at most this when the text doubles."""
+MAX_TOKENS_PER_DIMENSION, KEPT_TOKENS_PER_DIMENSION = 200, 50
+"""A calibration reads at most the first number of tokens per dimension of a key. Statistics with
+the second number are kept even if their movement was not measured."""
+
+
+def collect_statistics(
+    lm: "LM", layers: Sequence[int], text: Path | None = None, *,
+    facts: "Sequence[Fact] | None" = None, seconds: float = math.inf,
+) -> None:  # fmt: skip
     """Collect the missing statistics of layers into the cache, in one pass; from a given text
-    those of all the layers, unless they are of this text already."""
+    those of all the layers, unless they are of this text already.
+
+    With facts, until the direction C⁻¹k in which they are written stops moving; `seconds` or the
+    end of the text may come first. Statistics that may be too few for that count as missing.
+    """
+    from factscope.stats.covariance import TOKENS_PER_DIMENSION
     from factscope.stats.second_moment import cached_path, find_second_moment
 
+    width = lm.mlp_weight(0).shape[1]
     missing = list(layers)
     if text is None:
         found = {layer: find_second_moment(lm, layer) for layer in layers}
-        missing = [layer for layer, moment in found.items() if moment is None]
-        for layer, moment in found.items():
-            if moment is not None and moment.generated:
+        kept = {
+            layer: x
+            for layer, x in found.items()
+            if x is not None
+            and (
+                facts is None or x.movement_history or x.tokens >= KEPT_TOKENS_PER_DIMENSION * width
+            )
+        }
+        missing = [layer for layer in layers if layer not in kept]
+        for layer, moment in kept.items():
+            if moment.generated:
                 note(f"Statistics of layer {layer} of {lm.name}: {moment.quality()[-1]}.")
     if not missing:
         return
     listed = ",".join(map(str, missing))
-    tokens = TOKENS_PER_DIMENSION * lm.mlp_weight(missing[0]).shape[1]
-    if text is not None:
-        tokens = max(tokens, StatsSettings().tokens)
+    if facts is not None:
+        settings = StatsSettings(tokens=MAX_TOKENS_PER_DIMENSION * width, movement=MAX_MOVEMENT)
     else:
+        tokens = TOKENS_PER_DIMENSION * width
+        settings = StatsSettings(
+            tokens=tokens if text is None else max(tokens, StatsSettings().tokens)
+        )
+    if text is None:
         text = _default_text()
+        amount = f"{settings.tokens:,}" if facts is None else f"up to {settings.tokens:,}"
         source = (
             "that the model generates, and cached. Human text is better: "
             f"factscope stats --model {lm.name} --layers {listed} --text FILE"
         )
         note(
             f"There are no statistics of layer {listed} of {lm.name} yet. They are collected now, "
-            f"once, from {tokens:,} tokens {source if text is None else f'of {text}, and cached.'}",
+            f"once, from {amount} tokens {source if text is None else f'of {text}, and cached.'}",
             style="yellow",
         )
     paths = [cached_path(lm, layer) for layer in missing]
-    _collect(lm, missing, StatsSettings(tokens=tokens), paths, text)
+    _collect(lm, missing, settings, paths, text, facts=facts, seconds=seconds)
 
 
 def _with_layers(lm: "LM", editor: Any, facts: "Sequence[Fact]") -> "tuple[Editor, Sequence[int]]":

@@ -63,6 +63,16 @@ class Calibration:
                     error
                 )
 
+    def best_method(self, facts: int) -> tuple[str, Mapping[str, Mapping[str, Any]]] | None:
+        """The method that scored best with about that many facts in an edit, and the scores of all
+        methods; None if that was not measured."""
+        best = self.evidence.get("best", {})
+        counts = sorted((int(n) for n in best), reverse=True)
+        count = next((n for n in counts if n <= facts), None)
+        if count is None:
+            return None
+        return best[str(count)], self.evidence["methods"][str(count)]
+
     def save(self, path: Path) -> None:
         """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ and value of a fact do not depend on one context.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,19 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
-from factscope.errors import BadFact, BadSetting, FactscopeError
+from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
 from factscope.lm.tokens import continuation_ids, encode_fact
+from factscope.stats.covariance import run_to_layer
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
 
 KL_PROMPT = "{} is a"
 """Prompt of the KL term: the next-token distribution after it should not change."""
+ROWS_PER_PASS = 32
+"""Rows per forward pass when keys are read."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,24 @@ def context_row(lm: "LM", fact: Fact, target: Sequence[int], token: EditToken) -
             "last": end,
         }[token],
     )
+
+
+@torch.no_grad()
+def bare_keys(
+    lm: "LM", facts: Sequence[Fact], layers: Sequence[int], token: EditToken = "subject-last"
+) -> dict[int, Float[Tensor, "fact key"]]:
+    """By layer: each fact's key after its bare prompt; facts that are too long are left out."""
+    rows: list[ContextRow] = []
+    for fact in facts:
+        with suppress(PromptTooLong):
+            rows.append(context_row(lm, replace(fact, target=None), (), token))
+    keys: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for i in range(0, len(rows), ROWS_PER_PASS):
+        part = rows[i : i + ROWS_PER_PASS]
+        at = torch.arange(len(part)), torch.tensor([row.edit_position for row in part])
+        ids = pad_rows(part, lm.device)
+        run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
+    return {layer: torch.cat(parts) for layer, parts in keys.items()}
 
 
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:

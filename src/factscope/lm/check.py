@@ -7,14 +7,19 @@
 3. The blocks, called one by one, reproduce every layer's hidden states.
 4. The MLP's output projection returns W k + b.
 
+`check_merges`: the merges of a BPE tokenizer lead to the tokens of its vocabulary.
+
 `check_likelihood`: the context helps to predict English. With wrong tokens it does not.
 """
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from tokenizers import models
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -25,6 +30,8 @@ from factscope.lm.model import LM
 from factscope.lm.replay import Replay
 from factscope.lm.tokens import encode
 
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+"""A byte in a SentencePiece vocabulary."""
 SENTENCES = (
     "The little dog was very happy and ran to the big tree in the garden.",
     "She opened the door, walked into the kitchen and made herself a cup of tea.",
@@ -46,6 +53,11 @@ weights have 0.98 or more; these models have at most 0.55, even with wrong token
 MIN_PARAMETERS = 1_000_000
 """Smaller models are not asked: they are made for tests, often with large random weights, which
 predict other tokens than English with certainty."""
+MIN_REACHABLE = 0.8
+"""Fraction of a BPE vocabulary that its merges must lead to. Three real tokenizers (SmolLM2, Qwen
+2.5, Gemma 3) have 0.998 or more, and 0.45 to 0.50 without the second half of their merges."""
+SAMPLED_TOKENS = 2000
+"""About as many tokens of the vocabulary are tried."""
 
 
 def check_family(lm: LM) -> None:
@@ -128,6 +140,49 @@ def _error(lm: LM, problem: str) -> BadModelFile:
 
 
 # ---- the tokenizer
+
+
+def check_merges(lm: LM) -> None:
+    """Raise BadModelFile if a BPE tokenizer lacks many of its merges: texts are then split into
+    more and shorter tokens than the model has learnt."""
+    fraction = reachable_tokens(lm.tokenizer)
+    if fraction is not None and fraction < MIN_REACHABLE:
+        raise BadModelFile(
+            f"the merges of {lm.name}'s tokenizer lead to only {100 * fraction:.0f} % of its "
+            "vocabulary, so it splits words into too many tokens. Is its tokenizer.json complete? "
+            f"{GO_ON}"
+        )
+
+
+def reachable_tokens(tokenizer: Any) -> float | None:
+    """The fraction of the vocabulary that the merges of a BPE tokenizer lead to, from a sample;
+    None for other tokenizers.
+
+    A token is learnt as the result of a merge, so the merges turn its letters into itself.
+    """
+    backend = tokenizer.backend_tokenizer
+    model: Any = backend.model
+    if not isinstance(model, models.BPE):
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None  # their tokens are not spelt as they are in the text
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    merged = sorted(
+        (number, token)
+        for token, number in vocabulary.items()
+        if len(token) > 1 and token not in added and not BYTE_TOKEN.fullmatch(token)
+    )
+    if not merged:
+        return None
+    # `ignore_merges` takes every word of the vocabulary as one token, whatever the merges are.
+    ignored, model.ignore_merges = model.ignore_merges, False
+    try:
+        sample = merged[:: math.ceil(len(merged) / SAMPLED_TOKENS)]
+        found = [[x.id for x in model.tokenize(token)] == [number] for number, token in sample]
+    finally:
+        model.ignore_merges = ignored
+    return sum(found) / len(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from factscope.errors import BadModelFile, BadSetting, DownloadFailed, FactscopeError
 from factscope.lm.accel import best_device
-from factscope.lm.check import check_family, check_likelihood
+from factscope.lm.check import check_family, check_likelihood, check_merges
 from factscope.lm.families import family_of, unknown_family
 from factscope.lm.gguf import check_reference
 from factscope.lm.model import LM
@@ -97,6 +97,7 @@ def _lm(model: Any, tokenizer: Any, name: str, check: bool) -> LM:
     lm = LM(model=model, tokenizer=tokenizer, family=family_of(model), name=name)
     if check:
         check_family(lm)
+        check_merges(lm)
         check_likelihood(lm)
     return lm
 

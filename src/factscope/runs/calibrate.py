@@ -8,9 +8,12 @@
 
 1. Cases that the model knows: it prefers the true object to the new one.
 2. Traces of some of these facts propose layers for ROME, beside layers at regular depths.
-3. Each method's settings are searched one axis at a time on the first part of the cases, from the
+3. Statistics of the layers to try, until the direction C⁻¹k of the cases' keys stops moving.
+4. Each method's settings are searched one axis at a time on the first part of the cases, from the
    model's defaults: first the layer, then the clamp and so on.
-4. Defaults and result are evaluated on the second part.
+5. Defaults and result are evaluated on the second part.
+6. Which method is best, for one fact and for several at once, is chosen on the first part and
+   reported on the second.
 
 A time budget ends the search; what is reported is always evaluated. An interrupted calibration
 resumes: combinations that were evaluated are read from the folder.
@@ -18,6 +21,7 @@ resumes: combinations that were evaluated are read from the folder.
 
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,18 +56,22 @@ log = logging.getLogger(__name__)
 SCORING = ScoringOptions(length=0, attributes=False)
 """Only what S is made of."""
 CASES_PER_PASS = 64
+STATISTICS_SHARE = 0.25
+"""Part of the time after which statistics that are enough to be used are not extended."""
 SHARES = {"rome": 0.55, "memit": 0.35, "ft-l": 0.1}
 """How the time to search is divided among the methods."""
 CLAMPS = (1.0, 0.5, 2.0, 4.0, 0.25, 8.0)
 RATES = (0.25, 1.0, 0.1)
 MEMIT_RATES = (0.2, 0.5)
 DECAYS = (0.1, 0.001)
-COVARIANCE_WEIGHTS = (15_000.0, 1_000.0, 100.0, 10.0)
+WEIGHTS_PER_DIMENSION = (0.1, 0.01, 0.5, 3.0)
+"""λ per dimension of a key (`editing.defaults.WEIGHT_PER_DIMENSION`)."""
 MEMIT_CLAMPS = (0.75, 0.4, 1.5, 3.0)
 FILE = "calibration.json"
 
-Statistics = Callable[[Sequence[int]], None]
-"""Makes sure that layers have statistics in the user's cache."""
+Statistics = Callable[[Sequence[int], Sequence[Fact], float], None]
+"""Makes sure that layers have statistics in the user's cache: until C⁻¹k of the facts stops moving,
+within some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +161,8 @@ class _Search:
         self.method_end = self.end
         self.last_seconds: dict[str, float] = {}  # of one trial of a method
         self.trials: list[Trial] = []
+        self.statistics_seconds = 0.0
+        self.facts: list[Fact] = []
 
     def run(self, cases: Sequence[Case]) -> Calibration:
         """All steps."""
@@ -161,6 +171,7 @@ class _Search:
             f"{len(choose)} cases to choose by and {len(report)} to report on, all known to "
             f"{self.lm.name}"
         )
+        self.facts = [case.fact for case in choose]
         effects, traced = self.trace(choose)
         chosen: dict[str, dict[str, Any]] = {}
         defaults: dict[str, dict[str, Any]] = {}
@@ -178,12 +189,15 @@ class _Search:
             }
             for method in methods
         }
+        best, methods_report = self.best_methods(chosen, choose, report, final)
         evidence = {
             "data": self.spec.name,
             "cases": {"choose": len(choose), "report": len(report)},
             "unedited": estimates_to_dict(next(iter(final.values()))["default"].unedited),
             "report": {m: {k: t.to_dict() for k, t in both.items()} for m, both in final.items()},
             "trials": [trial.to_dict() for trial in self.trials],
+            "best": best,
+            "methods": methods_report,
             "trace": {"facts": traced, "effects": effects},
             "statistics": self.describe_statistics(chosen),
             "seconds": round(self.clock() - self.start, 1),
@@ -299,13 +313,16 @@ class _Search:
         chosen: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Any]:
         """The settings with the highest score, one axis after another."""
+        axes = list(self.axes(method, default, effects, chosen))
+        if method != "ft-l":
+            # All at once: one pass over the text collects any number of layers.
+            first = axes[0][1](default) if self.has_time(method) else []
+            self.collect([default[axes[0][0]], *first])
         best = self.trial("choose", method, default, cases)
-        for name, values in self.axes(method, default, effects, chosen):
+        for name, values in axes:
             base, trials = best.settings, values(best.settings)
             if name in ("layer", "layers") and method != "ft-l" and self.has_time(method):
-                # All at once: one pass over the text collects any number of layers.
-                tried = [(x,) if isinstance(x, int) else x for x in trials]
-                self.statistics(sorted({layer for layers in tried for layer in layers}))
+                self.collect(trials)
             for value in trials:
                 settings = {**base, name: value}
                 if settings == base or not self.has_time(method):
@@ -339,7 +356,8 @@ class _Search:
             layer = chosen["rome"]["layer"] if "rome" in chosen else default["layers"][-1]
             yield "layers", lambda best: layer_ranges(layer, last)
             yield "clamp", lambda best: MEMIT_CLAMPS
-            yield "covariance_weight", lambda best: COVARIANCE_WEIGHTS
+            width = self.lm.mlp_weight(layer).shape[1]
+            yield "covariance_weight", lambda best: [x * width for x in WEIGHTS_PER_DIMENSION]
             yield "lr", lambda best: MEMIT_RATES
         else:
             layer = chosen["rome"]["layer"] if "rome" in chosen else last // 4
@@ -347,23 +365,80 @@ class _Search:
             yield "layer", lambda best: list(dict.fromkeys((0, layer, last // 2)))
             yield "max_change", lambda best: [limit * x for x in (0.3, 3.0, 0.1, 10.0)]
 
+    def collect(self, layers: Sequence[int | Sequence[int]]) -> None:
+        """Make sure that all these layers have statistics."""
+        flat = {x for item in layers for x in ([item] if isinstance(item, int) else item)}
+        started = self.clock()
+        left = STATISTICS_SHARE * self.seconds - self.statistics_seconds
+        self.statistics(sorted(flat), self.facts, max(0.0, left))
+        self.statistics_seconds += self.clock() - started
+
+    def best_methods(
+        self,
+        chosen: Mapping[str, Mapping[str, Any]],
+        choose: Sequence[Case],
+        report: Sequence[Case],
+        final: Mapping[str, Mapping[str, Trial]],
+    ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        """By number of facts in an edit, the method with the highest score on the cases to choose
+        by, and the methods' scores on the others; less if there is no time."""
+        best: dict[str, str] = {}
+        reported: dict[str, dict[str, Any]] = {}
+        several = self.spec.settings.facts_per_edit
+        for count in dict.fromkeys((1, several)):
+            scores: dict[str, float] = {}
+            for method, settings in chosen.items():
+                if self.facts_per_edit(method) == count:
+                    scores[method] = self.tried(method, settings).score
+                    trial = final[method]["calibrated"]
+                elif self.clock() + 2 * self.last_seconds.get(method, 0.0) <= self.end:
+                    scores[method] = self.trial("choose", method, settings, choose, count).score
+                    trial = self.trial("report", method, settings, report, count)
+                else:
+                    continue
+                reported.setdefault(str(count), {})[method] = trial.to_dict()
+            if len(scores) == len(chosen):
+                best[str(count)] = max(scores, key=scores.__getitem__)
+        return best, reported
+
+    def tried(self, method: str, settings: Mapping[str, Any]) -> Trial:
+        """The trial of these settings on the cases to choose by."""
+        found = (t for t in self.trials if (t.method, t.settings) == (method, settings))
+        return next(found)
+
+    def facts_per_edit(self, method: str) -> int:
+        """How many facts an edit of the method has while its settings are searched."""
+        return self.spec.settings.facts_per_edit if method == "memit" else 1
+
     def has_time(self, method: str) -> bool:
         """Whether another trial of the method ends in its share of the time."""
         return self.clock() + self.last_seconds.get(method, 0.0) <= self.method_end
 
     def reserve(self) -> float:
-        """Estimated time of what is always evaluated: two trials of each method to report on."""
+        """Estimated time of what follows the search: two trials of each method to report on, and
+        two with another number of facts in an edit."""
         usual = max(self.last_seconds.values(), default=0.0)
         methods = self.spec.settings.methods
-        return sum(2 * self.last_seconds.get(method, usual) for method in methods)
+        return sum(4 * self.last_seconds.get(method, usual) for method in methods)
 
     # ---- one trial
 
     def trial(
-        self, part: str, method: str, settings: Mapping[str, Any], cases: Sequence[Case]
+        self,
+        part: str,
+        method: str,
+        settings: Mapping[str, Any],
+        cases: Sequence[Case],
+        facts_per_edit: int | None = None,
     ) -> Trial:
         """Evaluate one combination of settings; a finished one is read from the folder."""
-        folder = self.folder.path / part / trial_name(method, settings)
+        usual = self.facts_per_edit(method)
+        together = facts_per_edit or usual
+        name = trial_name(method, settings)
+        label = "" if together == usual else f"{together} facts at once, "
+        if together != usual:
+            name = f"{name},facts-{together}"
+        folder = self.folder.path / part / name
         editor, error, started = editor_with(method, settings), None, self.clock()
         run = EvaluateRun(
             model=self.spec.model,
@@ -372,8 +447,8 @@ class _Search:
             name=self.spec.name,
             method=method,
             editor=editor,
-            protocol="batch" if method == "memit" else "single",
-            batch_size=self.spec.settings.facts_per_edit if method == "memit" else None,
+            protocol="single" if together == 1 else "batch",
+            batch_size=None if together == 1 else together,
             scoring=SCORING,
         )
         records = []
@@ -381,7 +456,7 @@ class _Search:
             opened = run.create_or_open(self.lm, folder)
             if not run.is_complete(opened, cases):
                 if method != "ft-l":
-                    self.statistics(settings.get("layers") or [settings["layer"]])
+                    self.collect(settings.get("layers") or [settings["layer"]])
                     started = self.clock()  # statistics are collected once
                 run.run(self.lm, opened, cases)
                 self.last_seconds[method] = self.clock() - started
@@ -391,8 +466,8 @@ class _Search:
         except FactscopeError as problem:
             error = f"{type(problem).__name__}: {problem}"
         trial = trial_of(method, settings, records, error)
-        self.tell(f"{part}: {trial.text}")
-        if part == "choose":
+        self.tell(f"{part}: {label}{trial.text}")
+        if part == "choose" and together == usual:
             self.trials.append(trial)
         self.advance()
         return trial
@@ -405,7 +480,8 @@ class _Search:
             self.reported = now
 
     def describe_statistics(self, chosen: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Text, tokens and split-half difference of C at the layers that were chosen."""
+        """C at the layers that were chosen: its text, tokens, split-half difference, and by tokens
+        the movement of C⁻¹k."""
         from factscope.stats.second_moment import find_second_moment
 
         layers = {chosen["rome"]["layer"]} if "rome" in chosen else set()
@@ -417,6 +493,9 @@ class _Search:
                 "corpus": moment.corpus,
                 "tokens": moment.tokens,
                 "split_half_difference": moment.split_half_difference,
+                "movement": [
+                    [n, x if math.isfinite(x) else None] for n, x in moment.movement_history
+                ],
             }
             for layer, moment in found.items()
             if moment is not None
@@ -437,8 +516,12 @@ def candidate_layers(last: int, effects: Sequence[float], count: int = 6) -> lis
 
 
 def layer_ranges(layer: int, last: int) -> list[tuple[int, ...]]:
-    """Ranges of layers to try for MEMIT around ROME's layer, all within 0 … last."""
-    bounds = ((-4, 0), (-2, 2), (0, 4), (-2, 0), (0, 0))
+    """Ranges of layers to try for MEMIT around ROME's layer, all within 0 … last.
+
+    Where the MLP's output is normalised, a layer can only give a bounded part of the residual, so
+    there is a wide range, too.
+    """
+    bounds = ((-4, 0), (-2, 2), (-4, 4), (0, 4), (-2, 0), (0, 0))
     ranges = (range(max(0, layer + a), min(last, layer + b) + 1) for a, b in bounds)
     return list(dict.fromkeys(tuple(x) for x in ranges if len(x)))
 

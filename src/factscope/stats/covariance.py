@@ -5,8 +5,10 @@ including the first of each sequence. In many models its key (often that of BOS)
 a far larger norm; C must contain it, or an edit would change its output too.
 
 Sums are kept for two halves of the text, the even and the odd sequences. Their relative difference
-‖C₁ - C₂‖ / ‖C‖, the split-half difference, shows how well C is estimated. A long collection can
-save its running sums to a partial file and resume from it.
+‖C₁ - C₂‖ / ‖C‖, the split-half difference, shows how well C is estimated. What matters to edits
+is the direction C⁻¹k in which a fact with the key k is written: its difference between C₁ and C,
+the movement, is how much it changed when the text doubled. A collection can end when that is small.
+A long collection can save its running sums to a partial file and resume from it.
 """
 
 import json
@@ -31,7 +33,11 @@ from factscope.lm.accel import add_product_, on_gpu
 from factscope.lm.hooks import hook_calls
 from factscope.lm.model import LM
 from factscope.progress import Progress, no_progress
-from factscope.stats.second_moment import SecondMoment, load_second_moment
+from factscope.stats.second_moment import (
+    SecondMoment,
+    direction_difference,
+    load_second_moment,
+)
 from factscope.stats.settings import StatsSettings
 from factscope.stats.text import GeneratedText, TokenSequence, batched
 
@@ -39,6 +45,10 @@ FIRST_COMPARISON = 1000
 """Tokens after which the two halves are compared for the first time."""
 GROWTH, GROWTH_WITH_THRESHOLD = 2.0, 1.2
 """Ratio of tokens between comparisons; smaller with a threshold, to stop soon after it is met."""
+TOKENS_PER_DIMENSION = 10
+"""With fewer tokens per dimension of a key, C is hardly an estimate."""
+RIDGE = 1e-3
+"""Ridge of C⁻¹k when its movement is measured: the editors' default."""
 
 
 @torch.no_grad()
@@ -48,6 +58,8 @@ def collect(
     sequences: Iterable[TokenSequence] | GeneratedText,
     settings: StatsSettings,
     *,
+    keys: Mapping[int, Float[Tensor, "fact key"]] | None = None,
+    out_of_time: Callable[[], bool] = lambda: False,
     corpus: str = "unnamed text",
     partial: Path | None = None,
     save_interval: float = 30.0,
@@ -56,8 +68,10 @@ def collect(
     """C of each layer over the first `settings.tokens` tokens of the text, or all it has.
 
     With n shards, shard i reads the sequences i, i + n, i + 2n, …; merged, the shards give C of the
-    whole text. `corpus` describes the text in the results. The running sums are saved to `partial`
-    every `save_interval` seconds; the caller deletes that file once the results are saved.
+    whole text. `settings.movement` needs the keys of some facts at each layer. `out_of_time` ends a
+    collection that has enough tokens to be used. `corpus` describes the text in the results. The
+    running sums are saved to `partial` every `save_interval` seconds; the caller deletes that file
+    once the results are saved.
     """
     layers = sorted(set(layers))
     if not layers or layers[0] < 0 or layers[-1] >= lm.n_layers:
@@ -70,7 +84,10 @@ def collect(
         "corpus": corpus,
         "shard": settings.shard,
         "convergence": settings.convergence,
+        "movement": settings.movement,
     }
+    if settings.movement is not None and keys is None:
+        raise BadSetting(f"movement is {settings.movement:g}; give the keys of some facts as keys")
     checkpoint = _PartialFile(partial, spec, save_interval)
     sums = checkpoint.load() or RunningSums(history={layer: [] for layer in layers})
 
@@ -86,7 +103,8 @@ def collect(
     report(sums.tokens)
     remaining = shard_of(sequences, settings, skip=sums.sequences, generated=report)
     batches = length_batches(lm, remaining, settings.batch_size)
-    _add_batches_(lm, sums, batches, settings.convergence, checkpoint, report)
+    measured = keys if settings.movement is not None else None
+    _add_batches_(lm, sums, batches, settings, measured, out_of_time, checkpoint, report)
     if not sums.tokens:
         raise BadStats("the text has no tokens; give a longer one")
     sums.compare_halves_()
@@ -102,6 +120,7 @@ def collect(
             model=lm.name,
             fingerprint=lm.fingerprint,
             convergence_history=tuple(sums.history[layer]),
+            movement_history=tuple(sums.movement.get(layer, ())),
             request=request,
         )
         for layer in layers
@@ -112,23 +131,34 @@ def _add_batches_(
     lm: LM,
     sums: "RunningSums",
     batches: Iterable[list[TokenSequence]],
-    threshold: float | None,
+    settings: StatsSettings,
+    keys: Mapping[int, Float[Tensor, "fact key"]] | None,
+    out_of_time: Callable[[], bool],
     checkpoint: "_PartialFile",
     report: Callable[[int], None],
 ) -> None:
     """Add batches to the sums until they converge; Ctrl-C saves the sums of whole batches."""
+    threshold = settings.convergence
     comparison_due = float(FIRST_COMPARISON)
+    enough = max(FIRST_COMPARISON, TOKENS_PER_DIMENSION * lm.mlp_weight(0).shape[1])
+    movement_due = enough / 2.0
     complete = True  # whether the sums contain whole batches only
     try:
         for batch in batches:
-            if sums.converged(threshold):
+            if sums.converged(threshold) or sums.steady(settings.movement):
+                break
+            if sums.tokens >= enough and out_of_time():
                 break
             while comparison_due <= sums.tokens:
                 comparison_due *= GROWTH if threshold is None else GROWTH_WITH_THRESHOLD
+            while movement_due <= sums.tokens:
+                movement_due *= GROWTH
             complete = False
             _add_batch_(lm, sums, batch)
             if sums.tokens >= comparison_due:
                 sums.compare_halves_()
+            if keys is not None and sums.tokens >= movement_due:
+                sums.measure_movement_(keys)
             complete = True
             report(sums.tokens)
             checkpoint.save_if_due(sums)
@@ -151,7 +181,9 @@ def find_collected(
 
 def _request(settings: StatsSettings, corpus: str) -> str:
     """What identifies a collection besides model and layer; `corpus` has the text, length, seed."""
-    names = ("tokens", "convergence", "shard", "half_precision")
+    names = ["tokens", "convergence", "shard", "half_precision"]
+    if settings.movement is not None:
+        names.append("movement")
     return json.dumps({"corpus": corpus, **{name: getattr(settings, name) for name in names}})
 
 
@@ -164,6 +196,8 @@ class RunningSums:
 
     history: dict[int, list[tuple[int, float]]]
     """By layer: tokens so far and split-half difference."""
+    movement: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """By layer: tokens so far and movement of C⁻¹k; infinite where one half has no inverse."""
     halves: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer: the sums of both halves, allocated with the layer's first keys."""
     counts: tuple[int, int] = (0, 0)
@@ -201,6 +235,34 @@ class RunningSums:
         """Whether the last split-half difference of every layer is within the threshold."""
         return threshold is not None and all(
             history and history[-1][1] <= threshold for history in self.history.values()
+        )
+
+    def measure_movement_(self, keys: Mapping[int, Float[Tensor, "fact key"]]) -> None:
+        """Append the movement of C⁻¹k of every layer: between one half and both."""
+        if not all(self.counts):
+            return
+        for layer in self.history:
+            half = self.halves[layer][0].triu() / self.counts[0]
+            one, both = (
+                SecondMoment(
+                    matrix=matrix, layer=layer, tokens=n, corpus="", model="", fingerprint=""
+                )
+                for matrix, n in (
+                    (half + half.triu(1).T, self.counts[0]),
+                    (self.mean(layer), self.tokens),
+                )
+            )
+            try:
+                moved = direction_difference(one, both, keys[layer].to(half.device), ridge=RIDGE)
+            except BadStats:
+                moved = math.inf
+            self.movement.setdefault(layer, []).append((self.tokens, moved))
+
+    def steady(self, bound: float | None) -> bool:
+        """Whether the last movement of every layer is within the bound."""
+        return bound is not None and all(
+            (points := self.movement.get(layer)) and points[-1][1] <= bound
+            for layer in self.history
         )
 
     def mean(self, layer: int) -> Float[Tensor, "key key"]:
@@ -361,6 +423,9 @@ class _PartialFile:
                 counts=tuple(state["counts"]),
                 sequences=state["sequences"],
                 history={int(n): [(t, x) for t, x in h] for n, h in state["history"].items()},
+                movement={
+                    int(n): [(t, x) for t, x in h] for n, h in state.get("movement", {}).items()
+                },
             )
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise BadRunFolder(
@@ -386,6 +451,7 @@ class _PartialFile:
             "sequences": sums.sequences,
             "counts": sums.counts,
             "history": sums.history,
+            "movement": sums.movement,
         }
         tensors = {
             f"{layer}.{i}": half.cpu()

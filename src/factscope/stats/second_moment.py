@@ -53,6 +53,9 @@ class SecondMoment:
     """The fingerprint of the model's weights."""
     convergence_history: tuple[tuple[int, float], ...] = ()
     """Tokens so far and split-half difference ‖C₁ - C₂‖ / ‖C‖ between two halves of the text."""
+    movement_history: tuple[tuple[int, float], ...] = ()
+    """Tokens so far and movement of C⁻¹k: how much the directions in which facts are written
+    differ between one half of the text and the whole."""
     request: str = ""
     """The settings of the collection as JSON; empty if the moment was merged."""
     _factors: dict[tuple[float, torch.device], Tensor] = field(
@@ -80,6 +83,11 @@ class SecondMoment:
         return self.convergence_history[-1][1] if self.convergence_history else None
 
     @property
+    def movement(self) -> float | None:
+        """The last movement of C⁻¹k, if it was measured."""
+        return self.movement_history[-1][1] if self.movement_history else None
+
+    @property
     def generated(self) -> bool:
         """Whether the model wrote at least a part of the text itself."""
         return GENERATED in self.corpus
@@ -91,6 +99,11 @@ class SecondMoment:
             notes.append(
                 f"C of one half of the text differs from C of the other by {100 * difference:.0f} "
                 "% of its norm; more tokens and more varied text lower this"
+            )
+        if self.movement is not None:
+            notes.append(
+                f"the direction in which facts are written moved by {100 * self.movement:.0f} % of "
+                "its length when the text doubled"
             )
         if self.generated:
             notes.append(
@@ -153,8 +166,8 @@ def direction_difference(
 ) -> float:
     """The median relative difference of an edit's direction C⁻¹k / kᵀC⁻¹k between two moments.
 
-    With the two halves of a text, e.g. shards 1/2 and 2/2, this tells whether the text is long
-    enough: more of it changes edits by less than that. `keys` are of facts to edit, and `ridge` is
+    With one half of a text and the whole, this tells whether the text is long enough: more of it
+    changes edits by less than that. `keys` are of facts to edit, and `ridge` is
     the editor's.
     """
 
@@ -193,9 +206,11 @@ def merge_second_moments(moments: Sequence[SecondMoment]) -> SecondMoment:
         difference = (_mean(moments[::2]) - _mean(moments[1::2])).norm() / mean.norm()
         history = (*history, (tokens, difference.item()))
     corpus = "; ".join(dict.fromkeys(moment.corpus for moment in moments))
+    movement = first.movement_history if len(moments) == 1 else ()
     return replace(
-        first, matrix=mean, tokens=tokens, corpus=corpus, convergence_history=history, request=""
-    )
+        first, matrix=mean, tokens=tokens, corpus=corpus, convergence_history=history,
+        movement_history=movement, request="",
+    )  # fmt: skip
 
 
 def _origin(moment: SecondMoment) -> tuple[int, str, str, int]:
@@ -234,6 +249,7 @@ def save_second_moment(
         "corpus": moment.corpus,
         "tokens": str(moment.tokens),
         "convergence_history": json.dumps(moment.convergence_history),
+        "movement_history": json.dumps(moment.movement_history),
         "request": moment.request,
     }
     with atomic_path(Path(path)) as temporary:
@@ -251,7 +267,10 @@ def load_second_moment(path: str | Path) -> SecondMoment:
         matrix = _decompress(tensors) if "scales" in tensors else tensors["matrix"]
         if not matrix.isfinite().all():
             raise ValueError("the matrix has NaN or infinity")
-        points = parse_json(history, allow_nan=True)
+        points, moved = (
+            tuple((int(n), float(x)) for n, x in parse_json(text, allow_nan=True))
+            for text in (history, header.get("movement_history", "[]"))
+        )
         return SecondMoment(
             matrix=matrix,
             layer=int(header["layer"]),
@@ -259,7 +278,8 @@ def load_second_moment(path: str | Path) -> SecondMoment:
             corpus=header["corpus"],
             model=header["model"],
             fingerprint=header["fingerprint"],
-            convergence_history=tuple((int(n), float(x)) for n, x in points),
+            convergence_history=points,
+            movement_history=moved,
             request=header.get("request", ""),
         )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:

@@ -24,6 +24,9 @@ class StatsSettings:
     """Seed for the order of the documents, or for generated text."""
     convergence: Annotated[float | None, Gt(0)] = None
     """Stop early once two halves of the text differ by less than this, e.g. 0.05."""
+    movement: Annotated[float | None, Gt(0)] = None
+    """Stop early once the direction C⁻¹k in which built-in facts are written moves by less than
+    this fraction of its length when the text doubles, e.g. 0.1."""
     shard: str = "1/1"
     """Read only one part of the sequences, e.g. 1/4; `factscope stats merge` joins the parts."""
     half_precision: bool = False

@@ -1,8 +1,9 @@
-"""Figure of a calibration: the scores of trials by each setting."""
+"""Figure of a calibration: the scores of trials by each setting, and the movement of C⁻¹k."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -15,7 +16,8 @@ COLORS = {"S": "#3b0f70", "ES": "#2171b5", "PS": "#41ab5d", "NS": "#d95f0e"}
 
 def calibration_figure(calibration: CalibrationResult) -> Figure:
     """A panel for each method and setting: S, ES, PS and NS of the trials that vary it from the
-    best trial so far, with 95 % intervals; in the panel of ROME's layer the traced effect too."""
+    best trial so far, with 95 % intervals; in the panel of ROME's layer the traced effect too. The
+    last panel has the movement of C⁻¹k by tokens, at each layer that was chosen."""
     trials = calibration.evidence["trials"]
     panels = [
         (method, name)
@@ -23,11 +25,15 @@ def calibration_figure(calibration: CalibrationResult) -> Figure:
         for name in settings
         if len({_key(t["settings"][name]) for t in trials if t["method"] == method}) > 1
     ] or [(method, next(iter(settings))) for method, settings in calibration.settings.items()]
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
+    statistics = [x for x in calibration.evidence["statistics"] if x.get("movement")]
+    count = len(panels) + bool(statistics)
+    columns = min(4, count)
+    rows = -(-count // columns)
     fig = blank_figure(max(5.5, 2.7 * columns + 0.5), 2.5 * rows + 0.8)
-    axes = panel_axes(fig, len(panels), columns)
-    for ax, (method, name) in zip(axes, panels, strict=True):
+    axes = panel_axes(fig, count, columns)
+    if statistics:
+        _draw_movement(axes[-1], statistics)
+    for ax, (method, name) in zip(axes, panels, strict=False):
         _draw(ax, [t for t in trials if t["method"] == method], name)
         label = name.replace("_", " ")
         ax.set_title(f"{editor_name(method)}: {label}", fontsize=MEDIUM)
@@ -69,6 +75,23 @@ def _draw(ax: Axes, trials: list[Mapping[str, Any]], name: str) -> None:
         ax.set_xticks(xs, [f"{v[0]}–{v[-1]}" if len(v) > 1 else str(v[0]) for v in values])
     ax.set_ylim(-3, 103)
     style_axes(ax, zero=False)
+
+
+def _draw_movement(ax: Axes, statistics: Sequence[Mapping[str, Any]]) -> None:
+    """The movement of C⁻¹k by tokens, a line for each layer."""
+    shades = colormaps["Greens"]
+    for i, x in enumerate(statistics):
+        points = [(n, 100 * moved) for n, moved in x["movement"] if moved is not None]
+        if points:
+            color = shades(0.45 + 0.5 * (i + 1) / len(statistics))
+            ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3,
+                    linewidth=1.0)  # fmt: skip
+            ax.annotate(str(x["layer"]), points[-1], fontsize=SMALL, textcoords="offset points",
+                        xytext=(4, 0), va="center")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_ylim(bottom=0)
+    style_axes(ax, zero=False)
+    ax.set_title("movement of C⁻¹k in %, by tokens and layer", fontsize=MEDIUM)
 
 
 def _draw_effects(ax: Axes, effects: list[float]) -> None:
