@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from factscope.cli.flags import Command, ModelOptions, Options
 from factscope.cli.output import check_suffix, note, say, working
-from factscope.errors import BadSetting, FactscopeError, FolderInUse
+from factscope.errors import BadSetting, BadStats, FactscopeError, FolderInUse
 from factscope.io import check_output_file, check_output_folder, locked, resumable_write
 from factscope.settings import Flag
 from factscope.stats.settings import StatsSettings
@@ -56,6 +56,7 @@ class CollectOptions(Options):
             if len(self.layers) > 1:
                 raise BadSetting(f"--out is a file, for {len(self.layers)} layers; give a folder")
             check_output_file(self.out, "--out")
+            _check_replaceable(self.out)
         elif self.out is not None:
             check_output_folder(self.out)
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
@@ -145,9 +146,25 @@ def merge(options: MergeOptions) -> None:
 
     check_suffix(options.out, "out", ".safetensors")
     check_output_file(options.out, "--out")
+    _check_replaceable(options.out)
     merged = merge_second_moments([load_second_moment(file) for file in options.files])
     save_second_moment(merged, options.out, options.half_precision)
     _print([options.out], [merged], options)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a file that is neither statistics nor empty, such as a model's weights."""
+    from factscope.stats.second_moment import read_header
+
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        read_header(path)
+    except BadStats as error:
+        raise BadStats(
+            f"--out is {str(path)!r}, which exists and is not a statistics file; give another "
+            "path, or delete the file"
+        ) from error
 
 
 def _default_text() -> Path | None:
@@ -183,6 +200,8 @@ def _collect(
         missing = [layer for layer in layers if layer not in moments]
         if not missing:
             return list(moments.values())
+        for path in (files[layer] for layer in missing if files[layer].is_file()):
+            note(f"{path} is of other settings or of an earlier version; it will be replaced.")
         try:
             with working("statistics: tokens", -(-settings.tokens // settings.n_shards)) as done:
                 collected = collect(
