@@ -211,6 +211,7 @@ def factscope(
     """Commands on the tiny model, in a folder with cases and facts."""
     cases = [counterfact_record(i) for i in range(6)]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
+    (tmp_path / "many.json").write_text(json.dumps([counterfact_record(i) for i in range(30)]))
     (tmp_path / "facts.jsonl").write_text('{"subject": "Ann", "prompt": "Ann speaks"}\n')
     return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
@@ -220,6 +221,7 @@ COMMANDS = {
     "evaluate": "--data cases.json --method ft --layer 1 --steps 2 --text-length 0 --limit 2",
     "sweep": "--data cases.json --method ft --grid layer=0-1 --steps 2 --limit 1",
     "train": "mend --data text --layers 1 --steps 2 --limit 12 --target-tokens 2",
+    "calibrate": "--data many.json --methods ft-l --cases 4 --minutes 0.001",
 }
 
 
