@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,18 @@ def test_an_answer_of_several_tokens(trace: Run, factscope: Run, tmp_path: Path)
     result = factscope("trace", "--facts", "facts.jsonl", "--out", "run", "--answer", "Paris")
     assert (result.code, result.out) == (2, "")
     assert "--answer is for one prompt" in result.err
+
+
+def test_a_single_trace_reports_its_progress(trace: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[float] = []
+
+    @contextmanager
+    def working(what: str, total: int | None = None) -> Iterator[Callable[[float], None]]:
+        yield reports.append
+
+    monkeypatch.setattr("factscope.cli.trace.working", working)
+    assert trace(CITY).code == 0
+    assert sum(reports) == pytest.approx(1)
 
 
 def test_the_edited_model_is_traced(

@@ -36,7 +36,7 @@ class CalibrationSettings:
     minutes: Annotated[float | None, Gt(0)] = None
     """Time to search and report in minutes; none for 5 on a GPU and 30 on a CPU. The defaults and
     the result are always evaluated, so a slow model may take longer."""
-    cases: Annotated[int | None, Ge(MIN_CASES)] = None
+    cases: Annotated[int | None, Ge(MIN_CASES), Flag(name="num-cases")] = None
     """Cases to choose settings by, and as many others to report on; none for 64 on a GPU and 16 on
     a CPU. At most half of the cases that the model knows."""
     methods: tuple[Literal["rome", "memit", "ft-l"], ...] = ("rome", "memit", "ft-l")

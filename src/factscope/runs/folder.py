@@ -4,6 +4,7 @@ Records are appended one by one as they are computed. An interrupted run resumes
 opens the folder again and computes what is missing. A lock keeps other processes out meanwhile.
 """
 
+import html
 import json
 import logging
 import os
@@ -60,6 +61,15 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.records_path = self.path / "records.jsonl"
+
+    def __repr__(self) -> str:
+        records = "no"
+        if self.records_path.is_file():
+            records = str(self.records_path.read_bytes().count(b"\n"))
+        return f"RunFolder({str(self.path)!r}, {self.command}: {records} records)"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
 
     @classmethod
     def create_or_open(

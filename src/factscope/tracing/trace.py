@@ -28,7 +28,7 @@ from torch import Tensor
 
 from factscope.data.readers import everyday_facts
 from factscope.errors import BadFact, BadModelFile, BadSetting
-from factscope.facts import SUBJECT_SLOT, Fact
+from factscope.facts import SUBJECT_SLOT, Fact, check_facts
 from factscope.lm.accel import release_memory
 from factscope.lm.forward import ActivationCache, answer_probability, forward
 from factscope.lm.generate import generate_greedy
@@ -666,6 +666,7 @@ def trace_many(
 
     With token replacement, a fact without a `replacement` gets one from the other facts.
     """
+    check_facts(facts)
     settings = settings or Tracing()
     scale = scale or default_noise_scale(lm, settings.corruption, facts)
     facts = paired_facts(lm, facts, settings, facts)
@@ -720,6 +721,7 @@ def find_known(
     The model continues a prompt greedily. If its text names the right object before any other
     capitalised word, the fact is known, and the prompt to trace is everything up to the object.
     """
+    check_facts(facts)
     with shown(progress) as report:
         for start in range(0, len(facts), batch_size):
             batch = facts[start : start + batch_size]
