@@ -95,9 +95,7 @@ def test_an_output_that_cannot_be_written(
         f"edit {PROMPT} --to Thai --figure folder.png",
     ],
 )
-def test_a_file_for_a_folder_and_the_reverse_and_a_file_that_is_no_edit(
-    run: Run, command: str
-) -> None:
+def test_a_path_of_the_wrong_kind(run: Run, command: str) -> None:
     done = run(*shlex.split(command))
     assert (done.code, done.out) == (2, "")
     assert command.split()[-1] in done.err

@@ -177,13 +177,19 @@ def test_the_help_shows_flags_and_commands(stats: Run) -> None:
         (("--layers", 1, "--out", "m.npz"), ("'m.npz'", ".safetensors")),
         (("--layers", "1-2", "--out", "m.safetensors"), ("give a folder",)),
         (("--layers", 1, "--figure", "f.gif"), ("'f.gif'", ".png")),
+        (
+            ("--layers", 1, "--text", "binary", "--out", "new"),
+            ("binary is not UTF-8 text: line 1",),
+        ),
     ],
 )
 def test_mistakes_are_one_message(
     stats: Run, flags: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
+    Path("binary").write_bytes(bytes(range(256)))
     result = stats(*flags)
     assert (result.code, result.out) == (2, "")
+    assert not Path("new").exists()
     assert result.err.count("factscope:") == 1
     assert "Traceback" not in result.err
     for word in words:

@@ -235,6 +235,9 @@ def test_a_single_table_is_drawn_under_the_requested_name(
         (("--replace-with", "Big Ben", "--extra-tokens", 1), "--extra-tokens is for noise"),
         (("--distribution", "tokens"), "give a replacement (--replace-with)"),
         (("--foil", "Rome"), "--foil goes with --metric logit-difference"),
+        (("--metric", "logit-difference", "--foil", " "), "--foil is ' '; give a text"),
+        (("--answer", ""), "--answer is ''; give a text"),
+        (("--kinds", "none", "--lens", "--attribution", "atp"), "--attribution is 'atp', but neit"),
         (("--sever", "mlp", "--preset", "paper", "--freeze-at", "all"), "--sever-draws is two"),
     ],
 )
@@ -267,6 +270,11 @@ def test_a_run_with_token_replacement_resumes(factscope: Run, model: Path, tmp_p
     path.write_text("".join(lines[:1]))
     assert factscope(*run).code == 0
     assert path.read_text().splitlines(keepends=True) == lines
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    none = factscope("trace", "--facts", "one.jsonl", "--out", "new", *run[5:])
+    assert (none.code, none.out) == (2, "")
+    assert "no fact of one.jsonl can be traced (one.jsonl, fact 1: no other fact" in none.err
+    assert not (tmp_path / "new").exists()
     one = factscope(*run, "--replace-with", "Big Ben")
     assert (one.code, one.out) == (2, "")
     assert "--replace-with is for one prompt" in one.err

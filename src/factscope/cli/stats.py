@@ -49,8 +49,10 @@ class CollectOptions(Options):
         """Check the paths and combinations of flags before the model is loaded."""
         if self.text is not None and self.hf_dataset is not None:
             raise BadSetting("give --text or --hf-dataset, not both")
-        if self.text is not None and not self.text.is_file():
-            raise BadSetting(f"--text is {str(self.text)!r}; there is no such file")
+        if self.text is not None:
+            from factscope.stats.text import check_text
+
+            check_text(self.text)
         if self.out is not None and self.out.suffix and not self.out.is_dir():
             check_suffix(self.out, "out", ".safetensors")
             if len(self.layers) > 1:

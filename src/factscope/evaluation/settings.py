@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from factscope.errors import BadSetting
 from factscope.settings import Flag, Seed, check
 
 
@@ -44,4 +45,7 @@ class CalibrationSettings:
     facts_per_edit: Annotated[int, Ge(1)] = 10
     """Facts that MEMIT writes at once."""
 
-    __post_init__ = check
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.methods:
+            raise BadSetting("methods is none; choose from rome, memit, ft-l")

@@ -105,7 +105,7 @@ class RunFolder:
         if not (Path(path) / "spec.toml").is_file():
             raise BadRunFolder(
                 f"{path} is not a run folder; "
-                "`factscope trace`, `evaluate`, `sweep` or `train` with --out creates one"
+                "`factscope trace`, `evaluate`, `sweep`, `calibrate` or `train` creates one"
             )
         return cls(path)
 

@@ -268,6 +268,8 @@ def load_second_moment(path: str | Path) -> SecondMoment:
 
 def read_header(path: Path) -> Mapping[str, str]:
     """The file's header, without reading its matrix."""
+    if path.is_dir():
+        raise BadStats(f"cannot read the statistics {path} (it is a folder); give a file")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
