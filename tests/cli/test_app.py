@@ -377,5 +377,8 @@ def test_completion_expects_no_value_after_a_switch(run) -> None:
         return set(subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split())
 
     assert completed("--json", "mod") == {"models"}
+    assert completed("edit", "--json", "sh") == {"show"}
+    assert completed("study", "--json", "build", "--n") == {"--num-cases"}
+    assert completed("completion", "--json", "ba") == {"bash"}
     assert completed("--model", "trace", "mod") == {"models"}
     assert "--no-check-model" in completed("trace", "--json", "--no-")

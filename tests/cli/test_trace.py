@@ -155,7 +155,7 @@ def chat_model(model: Path, tmp_path: Path) -> Path:
 
 
 def test_chat_puts_the_prompt_into_the_template(
-    trace: Run, factscope: Run, chat_model: Path, tmp_path: Path
+    trace: Run, factscope: Run, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"system\nBe brief.\nuser\n{CITY}\nassistant\n"
     record = json.loads(trace(CITY, "--chat", "-m", chat_model).out)
@@ -177,9 +177,9 @@ def test_chat_puts_the_prompt_into_the_template(
     )  # fmt: skip
     neighbour = text.replace(CITY, "Big Ben is in")
     assert [prompt["text"] for prompt in edit["prompts"]] == [text, neighbour]
-    chat = json.loads(factscope("generate", CITY, "-n", 3, "--greedy", *words).out)
-    plain = json.loads(factscope("generate", text, "-n", 3, "--greedy", *words[1:]).out)
-    assert chat["texts"][0]["continuation"] == plain["texts"][0]["continuation"]
+    monkeypatch.setattr("factscope.lm.generate.generate", lambda lm, texts, *how: list(texts))
+    chat = json.loads(factscope("generate", CITY, "-n", 3, *words).out)
+    assert chat["texts"] == [{"text": CITY, "continuation": text}]
 
 
 @pytest.mark.parametrize("command", ["trace", "edit", "generate"])
