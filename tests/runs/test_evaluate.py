@@ -178,6 +178,7 @@ def test_progress_moves_inside_a_case_and_records_appear_case_by_case(
     assert min(fractions) > 0
     assert sum(fractions) == pytest.approx(1)
     assert all(written.count(n) >= 5 for n in range(len(records)))
+    assert max(fractions) < 0.06  # neither editing nor scoring is reported at once
 
 
 def test_a_resumed_run_reports_finished_cases_at_once(model: Path, lm: LM, tmp_path: Path) -> None:
