@@ -30,7 +30,7 @@ test-lowest:  ## core tests with the lowest versions that pyproject.toml allows
 	$(LOWEST)/bin/python -m pip install -q uv
 	$(LOWEST)/bin/uv pip compile -q --resolution lowest-direct --extra ray --extra serve \
 	--python $(LOWEST)/bin/python -c constraints.txt pyproject.toml -o $(LOWEST)/versions.txt
-	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/versions.txt -e ".[ray,serve]" beartype httpx peft pytest
+	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/versions.txt -e ".[ray,serve]" beartype hatchling httpx peft pytest selenium
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -p no:cacheprovider \
 	-o addopts=--import-mode=importlib -o filterwarnings=default $(CORE)
 

@@ -330,5 +330,14 @@ def test_links_exist(name: str):
             assert anchor in slugs, f"{name}: {path}#{anchor}"
 
 
+def test_readme_explains_the_files_that_its_commands_read():
+    code = "".join(block.code for block in BLOCKS[ROOT / "README.md"])
+    prose = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S)
+    given = set(re.findall(r"--(?:facts|data|text) (\S+)", code))
+    assert {"facts.jsonl", "everyday"} <= given
+    for name in given:
+        assert f"`{name}`" in prose
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 
 from factscope.errors import BadFact
-from factscope.facts import Case, Fact
+from factscope.facts import Case, Fact, check_facts
 
 FACT = Fact(subject="Eiffel Tower", prompt="The {} is located in", target="Paris")
 
@@ -48,3 +48,17 @@ def test_a_string_in_place_of_a_list_of_prompts_is_refused(
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests
     with pytest.raises(BadFact, match=r"paraphrases is the string 'One'; .*\['One'\]"):
         Case(fact=FACT, paraphrases="One")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (FACT, "facts is one fact, 'The Eiffel Tower is located in'; give a list"),
+        ("The Nile", "'T' is not a Fact; give a list of facts"),
+        ([FACT, "The Nile"], "'The Nile' is not a Fact"),
+    ],
+)
+def test_what_is_not_a_list_of_facts_is_refused(facts: object, message: str) -> None:
+    check_facts([FACT, FACT])
+    with pytest.raises(BadFact, match=message):
+        check_facts(facts)

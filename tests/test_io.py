@@ -1,5 +1,6 @@
 """Atomic writes and checked downloads; pip really runs, against a local folder."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -432,6 +434,59 @@ def test_locked_retries_when_the_last_owner_deletes_the_lock_file(
     with locked(tmp_path):
         assert len(calls) == 2
         assert contents(tmp_path) == [".lock"]
+
+
+class Msvcrt(ModuleType):
+    """Windows' locks of bytes: one owner, until its file is closed; then no one can read them."""
+
+    LK_NBLCK = 2
+
+    def __init__(self) -> None:
+        super().__init__("msvcrt")
+        self.locked: dict[int, int] = {}
+
+    def locking(self, file: int, mode: int, count: int) -> None:
+        assert (mode, count) == (self.LK_NBLCK, 1)
+        assert os.lseek(file, 0, os.SEEK_CUR) > 200  # the name of the owner stays readable
+        found = os.fstat(file)
+        owner = self.locked.get(found.st_ino)
+        if owner not in (None, file) and is_open(owner, found):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        self.locked[found.st_ino] = file
+
+
+def is_open(file: int, status: os.stat_result) -> bool:
+    """Whether the descriptor is open and of that file."""
+    try:
+        return os.path.samestat(os.fstat(file), status)
+    except OSError:
+        return False
+
+
+def test_locks_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "msvcrt", Msvcrt())
+    monkeypatch.setattr(sys, "platform", "win32")
+    with locked(tmp_path, "c.safetensors"):
+        assert (tmp_path / "c.safetensors.lock").read_text().startswith(f"process {os.getpid()} on")
+        with pytest.raises(
+            FolderInUse, match=rf"c\.safetensors is in use by process {os.getpid()}"
+        ):
+            locked(tmp_path, "c.safetensors").__enter__()
+        with locked(tmp_path):  # another file
+            pass
+    assert contents(tmp_path) == []
+
+    def in_use(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "another process has just opened the file")
+
+    with monkeypatch.context() as other_process:
+        other_process.setattr(Path, "unlink", in_use)
+        with locked(tmp_path):
+            pass
+    assert contents(tmp_path) == [".lock"]
+    with locked(tmp_path):
+        pass
+    assert contents(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 import factscope
 from factscope.cli.app import run
@@ -19,17 +21,60 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", factscope.__version__)
 
 
-def test_description_on_the_package_index_has_no_relative_addresses() -> None:
-    """A package index shows no image and no link whose address is relative."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    hook = settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert "](docs/" in text
-    for substitution in hook["substitutions"]:
-        text = re.sub(substitution["pattern"], substitution["replacement"], text)
-    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text)
+def built(monkeypatch: pytest.MonkeyPatch, repository: str) -> tuple[str, dict[str, str]]:
+    """The description and the addresses of a package built with FACTSCOPE_REPOSITORY."""
+    monkeypatch.setenv("FACTSCOPE_REPOSITORY", repository)
+    core = ProjectMetadata(str(ROOT), PluginManager()).core
+    return core.readme, core.urls
+
+
+def relative_addresses(description: str) -> list[str]:
+    """What a package index shows neither as an image nor as a link."""
+    return re.findall(r"\]\((?!https://|#)[^)]*\)", description)
+
+
+def test_without_a_repository_relative_images_and_links_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert relative_addresses((ROOT / "README.md").read_text("utf-8"))
+    text, urls = built(monkeypatch, "")
+    assert urls == {"Paper": "https://arxiv.org/abs/2202.05262"}
+    assert not relative_addresses(text)
+    assert "![" not in text
     assert "*A trace:" not in text  # the caption of an image that was dropped
     assert "[kmeng01/rome](https://github.com/kmeng01/rome)" in text
+    assert "| try it in five minutes | Getting started |" in text
+    assert "folder docs of the source distribution" in text
+
+
+@pytest.mark.parametrize("end", ["", "/", ".git"])
+def test_a_release_has_addresses_and_images(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    text, urls = built(monkeypatch, f"https://example.org/owner/factscope{end}")
+    version = factscope.__version__
+    files = f"https://example.org/owner/factscope/blob/v{version}"
+    images = f"https://example.org/owner/factscope/raw/v{version}"
+    assert urls == {
+        "Paper": "https://arxiv.org/abs/2202.05262",
+        "Repository": "https://example.org/owner/factscope",
+        "Documentation": f"{files}/docs/index.md",
+        "Changelog": f"{files}/CHANGELOG.md",
+    }
+    assert not relative_addresses(text)
+    drawn = re.findall(r"^!\[[^\]]+\]\((.*)\)$", text, re.M)
+    assert f"{images}/docs/figures/eiffel-tower.png" in drawn
+    linked = re.findall(rf"\]\({re.escape(files)}/([^)#]*)", text)
+    linked += [address.removeprefix(f"{images}/") for address in drawn]
+    assert {"docs/start.md", "CONTRIBUTING.md", "LICENSE"} <= set(linked)
+    for path in [*linked, "docs/index.md", "CHANGELOG.md"]:
+        assert (ROOT / path).is_file()
+    assert "*A trace:" in text
+    assert "[kmeng01/rome](https://github.com/kmeng01/rome)" in text
+    assert "folder docs of the source distribution" not in text
+
+
+def test_an_address_without_https_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"FACTSCOPE_REPOSITORY is 'github\.com/x'; give an addr"):
+        built(monkeypatch, "github.com/x")
 
 
 BASH = """

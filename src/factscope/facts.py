@@ -5,6 +5,7 @@ continues. A case is a fact with the new object o* and the prompts that test the
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +143,15 @@ def check_list(name: str, texts: object) -> None:
     """Raise BadFact for a string in place of a list of texts: it would be read letter by letter."""
     if isinstance(texts, str):
         raise BadFact(f"{name} is the string {texts!r}; give a list of strings: [{texts!r}]")
+
+
+def check_facts(facts: object) -> None:
+    """Raise BadFact for a single fact or text in place of a list of facts."""
+    if isinstance(facts, Fact):
+        raise BadFact(f"facts is one fact, {facts.text!r}; give a list: [fact]")
+    for fact in facts if isinstance(facts, Sequence) else [facts]:
+        if not isinstance(fact, Fact):
+            raise BadFact(f"{fact!r} is not a Fact; give a list of facts, as in [Fact(…)]")
 
 
 def check_unicode(text: str) -> None:

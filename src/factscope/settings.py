@@ -214,6 +214,8 @@ class Setting:
                 words.append(KINDS[kind])
             elif isinstance(kind, type) and is_dataclass(kind):
                 words.append(f"a {kind.__name__}")
+        if not words:  # only types that cannot be parsed, such as an editor
+            return "give a value of its documented type"
         return "give " + ", ".join(words[:-1]) + (" or " if words[1:] else "") + words[-1]
 
 

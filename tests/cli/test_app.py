@@ -217,6 +217,7 @@ def test_a_mistake_is_one_line(run, words: str, message: str) -> None:
         ("edit --steps none --prefix-lengths none", "editor.prefix_lengths", ()),
         ("edit --method=memit --layers 3-5", "editor.layers", (3, 4, 5)),
         ("edit --method kn --max-neurons none", "editor.max_neurons", None),
+        ("edit --method memit --covariance-weight 200", "editor.covariance_weight", 200.0),
         ("edit --method kn --no-signed", "editor.signed", False),
         ("edit --method ft-l --max-change 1e-4", "editor.max_change", 1e-4),
         ("edit --paraphrase a,b --paraphrase c", "comparison.paraphrase", ("a,b", "c")),
@@ -335,7 +336,7 @@ def test_version(run) -> None:
 
 
 def test_every_flag_is_documented_and_means_one_thing() -> None:
-    kinds: dict[str, set[str]] = {}
+    kinds: dict[str, list[set[str]]] = {}
     for words in every_command():
         entry = COMMANDS[words[0]]
         command = entry if isinstance(entry, Command) else entry[words[1]]
@@ -347,9 +348,11 @@ def test_every_flag_is_documented_and_means_one_thing() -> None:
         for method in methods:
             for name, setting in command.settings({"method": method} if method else {}).items():
                 assert setting.help, (words, name)
-                kind = "switch" if setting.switch else "choice" if setting.choices else "value"
-                kinds.setdefault(name, set()).add(kind)
-    assert not {name: found for name, found in kinds.items() if len(found) > 1}
+                numbers = {int, float} & set(setting.types)
+                other = "switch" if setting.switch else "number" if numbers else "text"
+                kinds.setdefault(name, []).append(set(setting.choices or [other]))
+    # Of one kind; of several choices, two commands may have different ones, but not only those.
+    assert not {name: found for name, found in kinds.items() if not set.intersection(*found)}
 
 
 def test_a_warning_is_printed_once() -> None:
@@ -374,5 +377,8 @@ def test_completion_expects_no_value_after_a_switch(run) -> None:
         return set(subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split())
 
     assert completed("--json", "mod") == {"models"}
+    assert completed("edit", "--json", "sh") == {"show"}
+    assert completed("study", "--json", "build", "--n") == {"--num-cases"}
+    assert completed("completion", "--json", "ba") == {"bash"}
     assert completed("--model", "trace", "mod") == {"models"}
     assert "--no-check-model" in completed("trace", "--json", "--no-")

@@ -514,6 +514,16 @@ def test_find_known_names_a_broken_line(factscope: Run, model: Path, facts: Path
     assert "of 1 facts" in result.out
 
 
+def test_find_known_stops_at_the_end_of_the_context(
+    factscope: Run, model: Path, facts: Path
+) -> None:
+    row = {"subject": "Oslo", "prompt": "{} is in", "target": "Norway"}
+    facts.write_text(json.dumps(row) + "\n")
+    words = ("--facts", facts, "--out", "k.jsonl", "--max-new-tokens", 1000, "-m", model)
+    result = factscope("data", "find-known", *words)
+    assert result.code == 0, result.err
+
+
 def test_find_known_without_facts(factscope: Run, model: Path) -> None:
     words = ("--facts", "lost.json", "--out", "known.jsonl", "-m", model)
     assert_refused(factscope("data", "find-known", *words), "lost.json")

@@ -43,6 +43,7 @@ FOLDERS = (
     "edit export a.edit --checkpoint", "edit merge a.edit -o", "evaluate --data everyday --out",
     "sweep --data everyday --grid layer=0-1 --out", "train mend --out",
     "stats --layers 1-2 --text text.txt --out", "recipe recipe.toml --out",
+    "calibrate --data everyday --out",
 )  # fmt: skip
 """Commands that write a folder."""
 
@@ -90,10 +91,11 @@ def test_an_output_that_cannot_be_written(
         *(f"{command} {place}" for command in FOLDERS for place in ("file", "loop")),
         f"trace {PROMPT} -o folder.png",
         f"edit {PROMPT} --to Thai -o folder.edit",
+        f"edit {PROMPT} --to Thai -o text.txt",
         f"edit {PROMPT} --to Thai --figure folder.png",
     ],
 )
-def test_a_file_for_a_folder_and_a_folder_for_a_file(run: Run, command: str) -> None:
+def test_a_path_of_the_wrong_kind(run: Run, command: str) -> None:
     done = run(*shlex.split(command))
     assert (done.code, done.out) == (2, "")
     assert command.split()[-1] in done.err

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from factscope.errors import BadSetting
 from factscope.io import locked
@@ -175,13 +177,19 @@ def test_the_help_shows_flags_and_commands(stats: Run) -> None:
         (("--layers", 1, "--out", "m.npz"), ("'m.npz'", ".safetensors")),
         (("--layers", "1-2", "--out", "m.safetensors"), ("give a folder",)),
         (("--layers", 1, "--figure", "f.gif"), ("'f.gif'", ".png")),
+        (
+            ("--layers", 1, "--text", "binary", "--out", "new"),
+            ("binary is not UTF-8 text: line 1",),
+        ),
     ],
 )
 def test_mistakes_are_one_message(
     stats: Run, flags: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
+    Path("binary").write_bytes(bytes(range(256)))
     result = stats(*flags)
     assert (result.code, result.out) == (2, "")
+    assert not Path("new").exists()
     assert result.err.count("factscope:") == 1
     assert "Traceback" not in result.err
     for word in words:
@@ -262,8 +270,32 @@ def test_finished_statistics_are_found(
     more = stats("--layers", "1,2", *flags)
     assert [row["layer"] for row in json.loads(more.out)] == [1, 2]
     assert layers == [[1], [2]]
-    assert stats("--layers", 1, *flags, "--seed", 5).code == 0
+    assert "replaced" not in first.err + again.err + more.err
+    other = stats("--layers", 1, *flags, "--seed", 5)
+    assert other.code == 0
+    assert "layer-01.safetensors is of other settings or of an earlier version; it" in other.err
     assert layers == [[1], [2], [1]]
+    # Earlier versions did not write the settings of the collection.
+    path = Path(json.loads(other.out)[0]["file"])
+    save_second_moment(replace(load_second_moment(path), request=""), path)
+    old = stats("--layers", 1, *flags, "--seed", 5)
+    assert "or of an earlier version; it will be replaced" in old.err
+    assert old.out == other.out
+
+
+def test_only_a_statistics_file_is_replaced(stats: Run, tmp_path: Path) -> None:
+    weights, empty = tmp_path / "model.safetensors", tmp_path / "c.safetensors"
+    save_file({"weight": torch.ones(2)}, weights)
+    before = weights.read_bytes()
+    flags = ("--layers", 1, "--text", "t.txt", "--tokens", 64)
+    empty.touch()
+    assert stats(*flags, "-o", empty).code == 0
+    for words in ((*flags, "--out", weights), ("merge", empty, "-o", weights)):
+        refused = stats(*words)
+        assert (refused.code, refused.out) == (2, "")
+        assert "model.safetensors', which exists and is not a statistics file" in refused.err
+    assert weights.read_bytes() == before
+    assert stats("merge", empty, "-o", empty).code == 0
 
 
 def test_ctrl_c_says_whether_the_collection_resumes(

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,18 @@ def test_an_answer_of_several_tokens(trace: Run, factscope: Run, tmp_path: Path)
     result = factscope("trace", "--facts", "facts.jsonl", "--out", "run", "--answer", "Paris")
     assert (result.code, result.out) == (2, "")
     assert "--answer is for one prompt" in result.err
+
+
+def test_a_single_trace_reports_its_progress(trace: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[float] = []
+
+    @contextmanager
+    def working(what: str, total: int | None = None) -> Iterator[Callable[[float], None]]:
+        yield reports.append
+
+    monkeypatch.setattr("factscope.cli.trace.working", working)
+    assert trace(CITY).code == 0
+    assert sum(reports) == pytest.approx(1)
 
 
 def test_the_edited_model_is_traced(
@@ -141,7 +155,7 @@ def chat_model(model: Path, tmp_path: Path) -> Path:
 
 
 def test_chat_puts_the_prompt_into_the_template(
-    trace: Run, factscope: Run, chat_model: Path, tmp_path: Path
+    trace: Run, factscope: Run, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"system\nBe brief.\nuser\n{CITY}\nassistant\n"
     record = json.loads(trace(CITY, "--chat", "-m", chat_model).out)
@@ -163,9 +177,9 @@ def test_chat_puts_the_prompt_into_the_template(
     )  # fmt: skip
     neighbour = text.replace(CITY, "Big Ben is in")
     assert [prompt["text"] for prompt in edit["prompts"]] == [text, neighbour]
-    chat = json.loads(factscope("generate", CITY, "-n", 3, "--greedy", *words).out)
-    plain = json.loads(factscope("generate", text, "-n", 3, "--greedy", *words[1:]).out)
-    assert chat["texts"][0]["continuation"] == plain["texts"][0]["continuation"]
+    monkeypatch.setattr("factscope.lm.generate.generate", lambda lm, texts, *how: list(texts))
+    chat = json.loads(factscope("generate", CITY, "-n", 3, *words).out)
+    assert chat["texts"] == [{"text": CITY, "continuation": text}]
 
 
 @pytest.mark.parametrize("command", ["trace", "edit", "generate"])
@@ -238,6 +252,9 @@ def test_a_single_table_is_drawn_under_the_requested_name(
         (("--replace-with", "Big Ben", "--extra-tokens", 1), "--extra-tokens is for noise"),
         (("--distribution", "tokens"), "give a replacement (--replace-with)"),
         (("--foil", "Rome"), "--foil goes with --metric logit-difference"),
+        (("--metric", "logit-difference", "--foil", " "), "--foil is ' '; give a text"),
+        (("--answer", ""), "--answer is ''; give a text"),
+        (("--kinds", "none", "--lens", "--attribution", "atp"), "--attribution is 'atp', but neit"),
         (("--sever", "mlp", "--preset", "paper", "--freeze-at", "all"), "--sever-draws is two"),
     ],
 )
@@ -270,6 +287,11 @@ def test_a_run_with_token_replacement_resumes(factscope: Run, model: Path, tmp_p
     path.write_text("".join(lines[:1]))
     assert factscope(*run).code == 0
     assert path.read_text().splitlines(keepends=True) == lines
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    none = factscope("trace", "--facts", "one.jsonl", "--out", "new", *run[5:])
+    assert (none.code, none.out) == (2, "")
+    assert "no fact of one.jsonl can be traced (one.jsonl, fact 1: no other fact" in none.err
+    assert not (tmp_path / "new").exists()
     one = factscope(*run, "--replace-with", "Big Ben")
     assert (one.code, one.out) == (2, "")
     assert "--replace-with is for one prompt" in one.err

@@ -155,7 +155,8 @@ def test_a_broken_record_of_a_list_is_reported(tmp_path: Path) -> None:
         (b"[{]", "not JSON"),
         (b"once upon a time", "line 1: not JSON"),
         (b'{"subject": "x"}', "line 1: .*prompt"),
-        (b"\xff\xfe\x00", "cannot read"),
+        (b"\xff\xfe\x00", "cannot read .*; give a text file in UTF-8"),
+        (b"[" * 100_000, "facts.* is not JSON .*recursion"),
     ],
 )
 def test_a_file_without_facts(tmp_path: Path, data: bytes, words: str) -> None:

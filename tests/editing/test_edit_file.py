@@ -233,7 +233,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    assert_refused(tmp_path, "cannot be read")
+    assert_refused(tmp_path, "cannot be read (it is a folder)")
 
 
 def test_truncated_files_are_refused(path: Path) -> None:

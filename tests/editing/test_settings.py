@@ -6,7 +6,8 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import factscope
 from factscope.editing.defaults import resolve_second_moment
 from factscope.editing.edit import Edit
 from factscope.editing.editor import BoundEditor, Editor
+from factscope.editing.hypernet.settings import KeConfig, MendConfig, Training
 from factscope.editing.settings import (
     EDITORS,
     KN,
@@ -32,11 +34,19 @@ from factscope.editing.settings import (
     editor,
 )
 from factscope.errors import BadFact, BadSetting, BadStats, FactscopeError
+from factscope.evaluation.settings import CalibrationSettings, ScoringOptions
 from factscope.facts import Fact
 from factscope.lm.model import LM
 from factscope.progress import Progress
+from factscope.runs.calibrate import CalibrateRun
+from factscope.runs.evaluate import EvaluateRun
+from factscope.runs.trace import TraceRun
+from factscope.runs.train import FromCases, FromText, TrainRun
+from factscope.serve.limits import ServerLimits
 from factscope.settings import build
 from factscope.stats.second_moment import file_name, save_second_moment
+from factscope.stats.settings import StatsSettings
+from factscope.tracing.settings import Corruption, Tracing
 
 from editing_facts import FACTS, random_moment, text_lm
 
@@ -112,6 +122,42 @@ def test_choices_are_checked(settings: Any, name: str, value: Any, message: str)
     object.__setattr__(settings, name, value)  # in tests, types are checked before __post_init__
     with pytest.raises(BadSetting, match=message):
         settings.__post_init__()
+
+
+RUN: dict[str, Any] = {"model": "m", "dtype": "float32"}
+CASES_RUN: dict[str, Any] = {**RUN, "data": Path("cases.json"), "name": "cases"}
+TRAINING = Training(network=MendConfig())
+SETTINGS = [
+    Corruption(), Tracing(), ValueSearch(), *(editor(method) for method in EDITORS), MendConfig(),
+    KeConfig(), TRAINING, ScoringOptions(), CalibrationSettings(), StatsSettings(), ServerLimits(),
+    FromText(), FromCases(name="cases", path=Path("cases.json")),
+    TraceRun(**RUN, facts=Path("facts.jsonl"), settings=Tracing()),
+    EvaluateRun(**CASES_RUN, method="rome", editor=Rome()), CalibrateRun(**CASES_RUN),
+    TrainRun(**RUN, source=FromText(), training=TRAINING, steps=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda x: type(x).__name__)
+def test_every_settings_class_refuses_nan_in_every_field(settings: Any) -> None:
+    for name in (field.name for field in fields(settings)):
+        bad = copy(settings)
+        object.__setattr__(bad, name, math.nan)
+        with pytest.raises(BadSetting, match=rf"^{name} is nan; "):
+            bad.__post_init__()
+
+
+def test_every_class_of_the_settings_modules_is_among_these() -> None:
+    modules = [sys.modules[f"factscope.{x}.settings"] for x in ("tracing", "stats", "evaluation")]
+    modules += [sys.modules[f"factscope.{x}.settings"] for x in ("editing", "editing.hypernet")]
+    defined = {
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and is_dataclass(kind)
+    }
+    checked = {kind for settings in SETTINGS for kind in type(settings).__mro__}
+    assert defined <= checked
+    assert len(defined) > 12
 
 
 def test_second_moments_are_described_by_their_source() -> None:

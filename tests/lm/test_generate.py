@@ -1,10 +1,19 @@
 """Texts generated in a batch equal those of each row alone, without a cache; greedy text."""
 
+import math
+
 import pytest
 import torch
 
-from factscope.errors import BadFact
-from factscope.lm.generate import generate_greedy, sample_texts, uniform_draws
+from factscope.errors import BadFact, BadModelFile
+from factscope.lm.generate import (
+    argmax_choice,
+    generate,
+    generate_greedy,
+    sample_texts,
+    top_k_choice,
+    uniform_draws,
+)
 from factscope.lm.model import LM
 from factscope.lm.tokens import encode
 
@@ -184,3 +193,12 @@ def test_greedy_text_continues_the_prompt(style: str, monkeypatch: pytest.Monkey
 def test_a_string_in_place_of_a_list_of_texts_is_refused(gpt2: LM) -> None:
     with pytest.raises(BadFact, match=r"texts is the string 'The Nile'"):
         generate_greedy(gpt2, "The Nile", 3)
+
+
+def test_nan_is_refused() -> None:
+    """Otherwise every token would be the first of the vocabulary, or sampling would fail."""
+    lm = text_lm("gpt2")
+    lm.mlp_weight(0).fill_(math.nan)
+    for choose in (argmax_choice, top_k_choice(5, 0)):
+        with pytest.raises(BadModelFile, match="predicts NaN: its weights or edits are NaN"):
+            generate(lm, ["The Nile"], 3, choose)

@@ -1,6 +1,7 @@
 """Evaluation runs: each protocol against one case at a time; resuming, failing cases, Ray."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -177,6 +178,7 @@ def test_progress_moves_inside_a_case_and_records_appear_case_by_case(
     assert min(fractions) > 0
     assert sum(fractions) == pytest.approx(1)
     assert all(written.count(n) >= 5 for n in range(len(records)))
+    assert max(fractions) < 0.06  # neither editing nor scoring is reported at once
 
 
 def test_a_resumed_run_reports_finished_cases_at_once(model: Path, lm: LM, tmp_path: Path) -> None:
@@ -262,6 +264,24 @@ def test_a_model_that_predicts_neither_object_is_broken(
         [record] = evaluation.sequential_end([replace(record, before=before, error=None)], cases)
     assert "probabilities are near 0" in (record.broken or "")
     assert record.after == after
+
+
+def test_probabilities_that_are_nan_are_recorded_as_an_error(
+    model: Path, lm: LM, tmp_path: Path
+) -> None:
+    evaluation = run_of(model, tmp_path).evaluation(lm)
+    cases = run_of(model, tmp_path).read().cases[:1]
+    [before] = evaluation.score_unedited(cases)
+    [record] = evaluation.batch(cases, [before], FactscopeError("none"), 0)
+    [score, *rest] = before.prompts["prompt"]
+    prompts = {**before.prompts, "prompt": (replace(score, new=math.nan), *rest)}
+    with pytest.MonkeyPatch.context() as patch:
+        after = replace(before, prompts=prompts)
+        patch.setattr(Evaluation, "score_unedited", lambda *a, **more: [after])
+        [record] = evaluation.sequential_end([replace(record, before=before, error=None)], cases)
+    assert record.after is None
+    assert record.error == record.broken == "the edited model's probabilities are NaN or infinite"
+    record.to_json()
 
 
 def test_a_prompt_that_is_too_long_fails_only_its_case(model: Path, lm: LM, tmp_path: Path) -> None:

@@ -61,6 +61,16 @@ def test_a_folder_is_tied_to_its_spec_and_to_the_weights(tmp_path: Path) -> None
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["info.json", "spec.toml"]
 
 
+def test_a_folder_is_short_in_a_terminal_and_a_notebook(tmp_path: Path) -> None:
+    folder = open_run(tmp_path / "<run>")
+    path = repr(str(tmp_path / "<run>"))
+    assert repr(folder) == f"RunFolder({path}, trace: no records)"
+    folder.append(TRACES[0])
+    assert repr(folder) == f"RunFolder({path}, trace: 1 records)"
+    assert "&lt;run&gt;" in folder._repr_html_()
+    assert str(RunFolder.open(str(tmp_path / "<run>")).path) == str(tmp_path / "<run>")
+
+
 def test_a_run_killed_while_its_folder_was_created_starts_again(tmp_path: Path) -> None:
     (tmp_path / "info.json").write_text("{}")
     (tmp_path / "spec.toml.partial").write_text("mod")
@@ -211,6 +221,7 @@ def factscope(
     """Commands on the tiny model, in a folder with cases and facts."""
     cases = [counterfact_record(i) for i in range(6)]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
+    (tmp_path / "many.json").write_text(json.dumps([counterfact_record(i) for i in range(30)]))
     (tmp_path / "facts.jsonl").write_text('{"subject": "Ann", "prompt": "Ann speaks"}\n')
     return runner(tmp_path, tmp_path / "cache", monkeypatch, capsys)
 
@@ -220,6 +231,7 @@ COMMANDS = {
     "evaluate": "--data cases.json --method ft --layer 1 --steps 2 --text-length 0 --limit 2",
     "sweep": "--data cases.json --method ft --grid layer=0-1 --steps 2 --limit 1",
     "train": "mend --data text --layers 1 --steps 2 --limit 12 --target-tokens 2",
+    "calibrate": "--data many.json --methods ft-l --num-cases 4 --minutes 0.001",
 }
 
 

@@ -9,7 +9,7 @@ from factscope.cli.evaluate import data_name
 from factscope.cli.flags import Command, ModelOptions, Options
 from factscope.cli.output import note, print_json, say, skipped, working
 from factscope.cli.stats import collect_statistics
-from factscope.errors import BadCalibration, BadSetting
+from factscope.errors import BadCalibration
 from factscope.evaluation.settings import CalibrationSettings
 from factscope.io import check_output_folder
 from factscope.settings import Flag
@@ -44,11 +44,12 @@ def run(options: CalibrateOptions) -> None:
     from factscope.data.registry import find_data
     from factscope.editing.calibration import calibration_folder, calibration_path
     from factscope.runs.calibrate import CalibrateRun
+    from factscope.stats.text import check_text
 
     if options.out is not None:
         check_output_folder(options.out)
-    if options.text is not None and not options.text.is_file():
-        raise BadSetting(f"--text is {str(options.text)!r}; there is no such file")
+    if options.text is not None:
+        check_text(options.text)
     model, data = options.model, find_data(options.data)
     calibrate = CalibrateRun(
         model=model.model, dtype=model.dtype, data=data, name=data_name(options.data),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from factscope.cli.flags import Command, ModelOptions, Options
 from factscope.cli.output import check_suffix, note, say, working
-from factscope.errors import BadSetting, FactscopeError, FolderInUse
+from factscope.errors import BadSetting, BadStats, FactscopeError, FolderInUse
 from factscope.io import check_output_file, check_output_folder, locked, resumable_write
 from factscope.settings import Flag
 from factscope.stats.settings import StatsSettings
@@ -48,13 +48,16 @@ class CollectOptions(Options):
         """Check the paths and combinations of flags before the model is loaded."""
         if self.text is not None and self.hf_dataset is not None:
             raise BadSetting("give --text or --hf-dataset, not both")
-        if self.text is not None and not self.text.is_file():
-            raise BadSetting(f"--text is {str(self.text)!r}; there is no such file")
+        if self.text is not None:
+            from factscope.stats.text import check_text
+
+            check_text(self.text)
         if self.out is not None and self.out.suffix and not self.out.is_dir():
             check_suffix(self.out, "out", ".safetensors")
             if len(self.layers) > 1:
                 raise BadSetting(f"--out is a file, for {len(self.layers)} layers; give a folder")
             check_output_file(self.out, "--out")
+            _check_replaceable(self.out)
         elif self.out is not None:
             check_output_folder(self.out)
         check_suffix(self.figure, "figure", ".png", ".svg", ".pdf")
@@ -147,9 +150,25 @@ def merge(options: MergeOptions) -> None:
 
     check_suffix(options.out, "out", ".safetensors")
     check_output_file(options.out, "--out")
+    _check_replaceable(options.out)
     merged = merge_second_moments([load_second_moment(file) for file in options.files])
     save_second_moment(merged, options.out, options.half_precision)
     _print([options.out], [merged], options)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a file that is neither statistics nor empty, such as a model's weights."""
+    from factscope.stats.second_moment import read_header
+
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        read_header(path)
+    except BadStats as error:
+        raise BadStats(
+            f"--out is {str(path)!r}, which exists and is not a statistics file; give another "
+            "path, or delete the file"
+        ) from error
 
 
 def _default_text() -> Path | None:
@@ -189,6 +208,8 @@ def _collect(
         missing = [layer for layer in layers if layer not in moments]
         if not missing:
             return list(moments.values())
+        for path in (files[layer] for layer in missing if files[layer].is_file()):
+            note(f"{path} is of other settings or of an earlier version; it will be replaced.")
         end = time.monotonic() + seconds
         keys = None
         if settings.movement is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from factscope.cli.edit import EditedModel, load_edits
 from factscope.cli.flags import ChatOptions, Command, FactSource, Options
 from factscope.cli.output import check_suffix, print_json, results, say, skipped, working
-from factscope.errors import BadSetting
+from factscope.errors import BadFact, BadSetting
 from factscope.facts import Fact
 from factscope.io import check_output_file, check_output_folder, write_atomic
 from factscope.records import EditTraces, TraceRecord
@@ -127,6 +127,9 @@ def _trace_prompt(options: TraceOptions) -> None:
         raise BadSetting(
             f"--foil goes with --metric logit-difference, not {options.tracing.metric}"
         )
+    for flag, given in (("answer", options.answer), ("foil", options.foil)):
+        if given is not None and not given.strip():
+            raise BadSetting(f"--{flag} is {given!r}; give a text, or leave it out")
     check_suffix(out, "out", ".png", ".svg", ".pdf", ".html")
     text = fact.text
     if out is None and not options.json:
@@ -202,6 +205,8 @@ def _trace_file(options: TraceOptions, facts: str, out: Path) -> None:
         readable = run.readable_facts(lm, file.facts)
         problems = [*file.problems, *readable.problems]
         skipped(problems)
+        if not readable.facts:
+            raise BadFact(f"no fact of {facts} can be traced ({problems[-1]}); give other facts")
         folder = run.create_or_open(lm, out)
         with working("tracing", len(readable.facts)) as done:
             run.run(lm, folder, readable.facts, memory=memory, progress=done)

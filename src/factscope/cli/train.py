@@ -67,8 +67,10 @@ class TrainOptions(Options):
             return self._cases()
         if self.exclude:
             raise BadSetting("--exclude goes with --data counterfact, zsre or a file of cases")
-        if self.text is not None and not self.text.is_file():
-            raise BadSetting(f"--text is {str(self.text)!r}; there is no such file")
+        if self.text is not None:
+            from factscope.stats.text import check_text
+
+            check_text(self.text)
         source = FromText(path=self.text, target_tokens=self.target_tokens, seed=self.training.seed)
         return source if self.limit is None else replace(source, limit=self.limit)
 

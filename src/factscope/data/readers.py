@@ -92,14 +92,17 @@ def read_text(path: Path) -> str:
         utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return data.decode("utf-16" if utf16 else "utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise BadFact(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise BadFact(
+            f"cannot read {path} ({reason}); give a text file in UTF-8, plain or .gz"
+        ) from error
 
 
 def parse_json(text: str, prefix: str = "", hint: str = "") -> Any:
     """Parse JSON; an error names the file and what it should contain."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFact(f"{prefix}not JSON ({error}){hint}") from error
 
 

@@ -615,6 +615,8 @@ def check_replaceable(path: str | Path) -> None:
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the tensors of an edit file of a known version."""
+    if Path(path).is_dir():
+        raise _unreadable(path, "it is a folder")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

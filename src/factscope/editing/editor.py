@@ -8,7 +8,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from factscope.errors import BadFact, FactscopeError
-from factscope.facts import Fact
+from factscope.facts import Fact, check_facts
 from factscope.progress import Progress, no_progress, shown
 from factscope.settings import check
 
@@ -80,7 +80,7 @@ class Editor(ABC):
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress | None = None
     ) -> "Edit":
         """One edit for all facts. Notebooks show a progress bar by default."""
-        _check_facts(facts)
+        check_facts(facts)
         if not facts:
             raise BadFact("there are no facts to write; give at least one")
         with shown(progress) as report:
@@ -90,7 +90,7 @@ class Editor(ABC):
         self, lm: "LM", facts: Sequence[Fact], *, progress: Progress = no_progress
     ) -> "list[Edit | FactscopeError]":
         """An edit for each fact on its own, or the error of a fact that cannot be edited."""
-        _check_facts(facts)
+        check_facts(facts)
         return self.bind(lm, facts).attempt(facts, progress)
 
     def each(
@@ -99,15 +99,6 @@ class Editor(ABC):
         """An edit for each fact on its own; raises the first error."""
         with shown(progress) as report:
             return raise_first_error(self.attempt(lm, facts, progress=report))
-
-
-def _check_facts(facts: object) -> None:
-    """Refuse a single fact or text in place of a list of facts."""
-    if isinstance(facts, Fact):
-        raise BadFact(f"facts is one fact, {facts.text!r}; give a list: [fact]")
-    for fact in facts if isinstance(facts, Sequence) else [facts]:
-        if not isinstance(fact, Fact):
-            raise BadFact(f"{fact!r} is not a Fact; give a list of facts, as in [Fact(…)]")
 
 
 def raise_first_error(results: Sequence[T | FactscopeError]) -> list[T]:

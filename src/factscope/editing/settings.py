@@ -470,7 +470,7 @@ class KN(PrefixSettings, Editor):
     old: Literal["answer", "predicted"] = "answer"
     """Which embedding is subtracted: that of the attributed object, or, as in the paper's code,
     that of the most likely next token."""
-    unit: Literal["column", "embedding"] = "column"
+    unit: Annotated[Literal["column", "embedding"], Flag(name="weight-unit")] = "column"
     """Length of a weight of 1: that of the neuron's own column, which suits a model of any scale,
     as Dai et al. did; or, as in the paper's code, that of the embedding."""
     signed: bool = True

@@ -16,7 +16,7 @@ from factscope.editing.edit import CheckLimits, Edit, EditChecks
 from factscope.editing.per_row import edited
 from factscope.evaluation.score import Query, QueryScore, score_queries
 from factscope.facts import Case, Fact
-from factscope.lm.generate import generate_greedy
+from factscope.lm.generate import fitting_tokens, generate_greedy
 from factscope.lm.tokens import encode
 from factscope.progress import Progress, shown, split
 from factscope.records import (
@@ -82,7 +82,7 @@ def already_predicted(lm: "LM", facts: Sequence[Fact]) -> list[bool]:
     targets = [(fact.target or "").strip() for fact in facts]
     longest = max(len(encode(lm, target, special=False)) for target in targets)
     texts = [fact.text for fact in facts]
-    answers = generate_greedy(lm, texts, max_new_tokens(lm, texts, longest + 2))
+    answers = generate_greedy(lm, texts, fitting_tokens(lm, texts, longest + 2))
     return [
         answer.strip().startswith(target) and not answer.strip()[len(target) :][:1].isalnum()
         for answer, target in zip(answers, targets, strict=True)
@@ -95,7 +95,7 @@ def generate_before_after(
     """The greedy continuation of each text without and with the edit."""
     if not tokens or not texts:
         return []
-    tokens = max_new_tokens(lm, texts, tokens)
+    tokens = fitting_tokens(lm, texts, tokens)
     before = generate_greedy(lm, texts, tokens)
     with edited(lm, [edit]):
         after = generate_greedy(lm, texts, tokens)
@@ -103,13 +103,6 @@ def generate_before_after(
         Generation(text=text, before=unedited, after=with_edit)
         for text, unedited, with_edit in zip(texts, before, after, strict=True)
     ]
-
-
-def max_new_tokens(lm: "LM", texts: Sequence[str], tokens: int) -> int:
-    """`tokens`, or fewer if the longest text leaves less of the model's context."""
-    if lm.context is None or not texts:
-        return tokens
-    return max(0, min(tokens, lm.context - max(len(encode(lm, text)) for text in texts)))
 
 
 def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
@@ -164,7 +157,7 @@ def _first_words(lm: "LM", cases: Sequence[Case]) -> dict[str, str | None]:
     unknown = [
         text for case in cases if case.true is None for text in (case.fact.text, *case.neighbours)
     ]
-    answers = generate_greedy(lm, unknown, max_new_tokens(lm, unknown, ANSWER_TOKENS))
+    answers = generate_greedy(lm, unknown, fitting_tokens(lm, unknown, ANSWER_TOKENS))
     return {
         text: match[1] if (match := FIRST_WORD.match(answer)) else None
         for text, answer in zip(unknown, answers, strict=True)

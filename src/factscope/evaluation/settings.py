@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from factscope.errors import BadSetting
 from factscope.settings import Flag, Seed, check
 
 
@@ -36,7 +37,7 @@ class CalibrationSettings:
     minutes: Annotated[float | None, Gt(0)] = None
     """Time to search and report in minutes; none for 5 on a GPU and 30 on a CPU. The defaults and
     the result are always evaluated, so a slow model may take longer."""
-    cases: Annotated[int | None, Ge(MIN_CASES)] = None
+    cases: Annotated[int | None, Ge(MIN_CASES), Flag(name="num-cases")] = None
     """Cases to choose settings by, and as many others to report on; none for 64 on a GPU and 16 on
     a CPU. At most half of the cases that the model knows."""
     methods: tuple[Literal["rome", "memit", "ft-l"], ...] = ("rome", "memit", "ft-l")
@@ -44,4 +45,7 @@ class CalibrationSettings:
     facts_per_edit: Annotated[int, Ge(1)] = 10
     """Facts that MEMIT writes at once."""
 
-    __post_init__ = check
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.methods:
+            raise BadSetting("methods is none; choose from rome, memit, ft-l")

@@ -250,12 +250,12 @@ def _answer(fields: Any) -> Answer:
     return Answer(item=str(fields["item"]), left=left, choices=choices)
 
 
-def read_answers(study: Study, paths: Iterable[Path]) -> dict[Path, AnswerSheet]:
+def read_answers(study: Study, paths: Iterable[str | Path]) -> dict[Path, AnswerSheet]:
     """Read the files of all raters of this study; a rater has one file."""
     sheets: dict[Path, AnswerSheet] = {}
     file_of: dict[str, Path] = {}
     known = {item.id for item in study.items}
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(map(Path, paths)):
         sheet = sheets[path] = _read(path)
         if sheet.study != study.id:
             raise BadStudy(

@@ -50,6 +50,13 @@ def generate_greedy(lm: LM, texts: Sequence[str], tokens: int, *, rows: int = 64
     return generate(lm, texts, tokens, argmax_choice, rows=rows)
 
 
+def fitting_tokens(lm: LM, texts: Sequence[str], tokens: int) -> int:
+    """`tokens`, or fewer if the longest text leaves less of the model's context."""
+    if lm.context is None or not texts:
+        return tokens
+    return max(0, min(tokens, lm.context - max(len(encode(lm, text)) for text in texts)))
+
+
 def generate(
     lm: LM, texts: Sequence[str], tokens: int, choose: Choose, *, rows: int = 64
 ) -> list[str]:

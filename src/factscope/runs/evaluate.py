@@ -127,7 +127,7 @@ class EvaluateRun:
             "editor": self.editor.to_dict(),
         }
 
-    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
         """Create the run's folder, or open it to resume."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 

@@ -4,6 +4,7 @@ Records are appended one by one as they are computed. An interrupted run resumes
 opens the folder again and computes what is missing. A lock keeps other processes out meanwhile.
 """
 
+import html
 import json
 import logging
 import os
@@ -57,19 +58,29 @@ RECORDS: dict[str, tuple[type[Record], tuple[str, ...]]] = {
 class RunFolder:
     """The folder of a run."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records_path = path / "records.jsonl"
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.records_path = self.path / "records.jsonl"
+
+    def __repr__(self) -> str:
+        records = "no"
+        if self.records_path.is_file():
+            records = str(self.records_path.read_bytes().count(b"\n"))
+        return f"RunFolder({str(self.path)!r}, {self.command}: {records} records)"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
 
     @classmethod
     def create_or_open(
-        cls, path: Path, spec: Mapping[str, Any], info: Mapping[str, Any]
+        cls, path: str | Path, spec: Mapping[str, Any], info: Mapping[str, Any]
     ) -> "RunFolder":
         """Create a run in a new or empty folder, or open the run with the same spec to resume."""
         import tomli_w
 
         spec_text = tomli_w.dumps(_without_none(spec))
         folder = cls(path)
+        path = folder.path
         if path.exists() and not path.is_dir():
             raise BadRunFolder(f"{path} is a file; give a folder for the run")
         with locked(path):
@@ -89,12 +100,12 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> "RunFolder":
+    def open(cls, path: str | Path) -> "RunFolder":
         """Open an existing run to read it."""
-        if not (path / "spec.toml").is_file():
+        if not (Path(path) / "spec.toml").is_file():
             raise BadRunFolder(
                 f"{path} is not a run folder; "
-                "`factscope trace`, `evaluate`, `sweep` or `train` with --out creates one"
+                "`factscope trace`, `evaluate`, `sweep`, `calibrate` or `train` creates one"
             )
         return cls(path)
 

@@ -66,7 +66,7 @@ class SweepRun:
         grid = {axis: list(values) for axis, values in self.grid.items()}
         return {**self.base.spec(), "command": "sweep", "grid": grid}
 
-    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
         """Create the sweep's folder, or open it to resume."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 

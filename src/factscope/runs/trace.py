@@ -100,7 +100,7 @@ class TraceRun:
             fit = fitting(fit, lambda fact: with_replacement(lm, fact, fit))
         return FactsFile(fit, tuple(problems))
 
-    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
         """Create the run's folder, or open it to resume."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 

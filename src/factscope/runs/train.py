@@ -183,7 +183,7 @@ class TrainRun:
 
         return Trainer(lm, self.source.examples(lm), self.training)
 
-    def create_or_open(self, lm: "LM", path: Path) -> RunFolder:
+    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
         """A new run folder, or an existing one of the same run."""
         return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 

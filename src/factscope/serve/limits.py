@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from factscope.errors import BadFact, LimitExceeded, PromptTooLong
-from factscope.settings import INTERNAL
+from factscope.settings import INTERNAL, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class ServerLimits:
     """Tokens of a continuation."""
     max_body_bytes: Annotated[int, INTERNAL] = 32_768
     """Size of a request body."""
+
+    __post_init__ = check
 
     def check_text(self, name: str, text: str) -> str:
         """The text; an error if it is too long or not valid Unicode."""

@@ -27,10 +27,9 @@ from factscope.evaluation.before_after import (
     before_after,
     describe_checks,
     generate_before_after,
-    max_new_tokens,
 )
 from factscope.evaluation.score import Query, score_queries
-from factscope.lm.generate import generate_greedy, top_next_tokens
+from factscope.lm.generate import fitting_tokens, generate_greedy, top_next_tokens
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.tokens import encode
 from factscope.records import EditRecord, Prediction, PromptChange
@@ -193,7 +192,7 @@ def fact_probabilities(
 def prediction(state: ServerState, text: str, edit: Edit | None, tokens: int) -> dict[str, Any]:
     """The most likely next tokens and the greedy continuation of a prompt, before and after."""
     lm = state.lm
-    tokens = max_new_tokens(lm, [text], tokens)
+    tokens = fitting_tokens(lm, [text], tokens)
     result: dict[str, Any] = {"text": text}
     for name, applied in (("before", None), ("after", edit)):
         with edited(lm, [applied]):

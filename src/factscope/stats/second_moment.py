@@ -260,7 +260,7 @@ def save_second_moment(
 def load_second_moment(path: str | Path) -> SecondMoment:
     """Read a file of either precision, onto the CPU."""
     path = Path(path)
-    header = _read_header(path)
+    header = read_header(path)
     tensors = load_file(path)
     try:
         history = header["halves" if header["version"] == "1" else "convergence_history"]
@@ -286,8 +286,10 @@ def load_second_moment(path: str | Path) -> SecondMoment:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
 
 
-def _read_header(path: Path) -> Mapping[str, str]:
+def read_header(path: Path) -> Mapping[str, str]:
     """The file's header, without reading its matrix."""
+    if path.is_dir():
+        raise BadStats(f"cannot read the statistics {path} (it is a folder); give a file")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -349,7 +351,7 @@ def find_second_moment(
         return None
     if len(paths) == 1:
         load_second_moment(paths[0]).check(lm, layer)  # raises an error with the reason
-    headers = [(path.name, _read_header(path)) for path in paths[:8]]
+    headers = [(path.name, read_header(path)) for path in paths[:8]]
     available = [f"{name}: layer {h.get('layer')} of {h.get('model')}" for name, h in headers]
     raise BadStats(
         f"none of the given statistics is of layer {layer} of {lm.name} as loaded here "
@@ -394,5 +396,5 @@ def _stored_paths(lm: "LM", layer: int) -> list[Path]:
 
 
 def _fits(path: Path, lm: "LM", layer: int) -> bool:
-    header = _read_header(path)
+    header = read_header(path)
     return (header.get("fingerprint"), header.get("layer")) == (lm.fingerprint, str(layer))

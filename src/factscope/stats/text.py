@@ -98,7 +98,7 @@ def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def documents(path: Path, seed: int = 0) -> Iterator[str]:
+def documents(path: Path, seed: int = 0, *, shuffle: bool = True) -> Iterator[str]:
     """The documents of a text file (also .gz), separated by blank lines, in random order.
 
     The first articles of an encyclopaedia cover few topics; the paper's code shuffles as well. A
@@ -107,7 +107,7 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
     try:
         blocks = groupby(_lines(path), key=lambda line: not line.strip())
         texts = ("".join(lines).strip() for blank, lines in blocks if not blank)
-        if path.stat().st_size <= MAX_SHUFFLED_BYTES:
+        if shuffle and path.stat().st_size <= MAX_SHUFFLED_BYTES:
             shuffled = list(texts)
             random.Random(seed).shuffle(shuffled)
             texts = iter(shuffled)
@@ -117,6 +117,13 @@ def documents(path: Path, seed: int = 0) -> Iterator[str]:
         yield from chain([first], texts)
     except (OSError, EOFError, zlib.error) as error:
         raise BadSetting(f"cannot read the text file {path}: {error}") from error
+
+
+def check_text(path: Path) -> None:
+    """Raise BadSetting if the file does not begin with text: before the work, not after it."""
+    if not path.is_file():
+        raise BadSetting(f"--text is {str(path)!r}; there is no such file")
+    next(documents(path, shuffle=False))
 
 
 def _lines(path: Path) -> Iterator[str]:

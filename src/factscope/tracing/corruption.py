@@ -139,7 +139,9 @@ def replaced_prompt(lm: LM, fact: Fact) -> Prompt:
             f"{_shown(clean, (start, stop))} and {_shown(changed, own)}; choose another one"
         )
     if changed.ids == clean.ids:
-        raise BadFact(f"the replacement {fact.replacement!r} has the subject's tokens")
+        raise BadFact(
+            f"the replacement {fact.replacement!r} has the subject's tokens; give another subject"
+        )
     return changed
 
 

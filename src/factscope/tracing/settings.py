@@ -140,7 +140,10 @@ class Tracing:
                     "zero, so that attribution says nothing; use logit-difference"
                 )
             if not (self.kinds or self.heads):
-                raise BadSetting("attribution estimates kinds and heads, but neither is traced")
+                raise BadSetting(
+                    f"attribution is {self.attribution!r}, but neither kinds nor heads are traced; "
+                    "choose kinds, or add heads"
+                )
 
     @property
     def contributions(self) -> list[str]:

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from factscope.data.readers import everyday_facts
 from factscope.errors import BadFact, BadModelFile, BadSetting
-from factscope.facts import SUBJECT_SLOT, Fact
+from factscope.facts import SUBJECT_SLOT, Fact, check_facts
 from factscope.lm.accel import release_memory
 from factscope.lm.forward import ActivationCache, answer_probability, forward
-from factscope.lm.generate import generate_greedy
+from factscope.lm.generate import fitting_tokens, generate_greedy
 from factscope.lm.memory import BatchSizes, Budget, is_out_of_memory, run_bytes
 from factscope.lm.model import LM
 from factscope.lm.tokens import (
@@ -136,7 +136,7 @@ def given_answer(lm: LM, answer: CleanAnswer, text: str | Sequence[int]) -> Clea
     fact, prompt = answer.fact, answer.prompt
     if isinstance(text, str):
         if not text.strip():
-            raise BadFact(f"the answer is {text!r}; give the text to trace")
+            raise BadFact(f"answer is {text!r}; give the text to trace")
         ids = continuation_ids(lm, prompt, fact.text, text)
     else:
         ids, text = tuple(text), decode_continuation(lm, prompt.ids, text)
@@ -669,6 +669,7 @@ def trace_many(
 
     With token replacement, a fact without a `replacement` gets one from the other facts.
     """
+    check_facts(facts)
     settings = settings or Tracing()
     scale = scale or default_noise_scale(lm, settings.corruption, facts)
     facts = paired_facts(lm, facts, settings, facts)
@@ -723,10 +724,13 @@ def find_known(
     The model continues a prompt greedily. If its text names the right object before any other
     capitalised word, the fact is known, and the prompt to trace is everything up to the object.
     """
+    check_facts(facts)
     with shown(progress) as report:
         for start in range(0, len(facts), batch_size):
             batch = facts[start : start + batch_size]
-            texts = generate_greedy(lm, [fact.text for fact in batch], max_new_tokens)
+            prompts = [fact.text for fact in batch]
+            tokens = fitting_tokens(lm, prompts, max_new_tokens)
+            texts = generate_greedy(lm, prompts, tokens)
             for fact, text in zip(batch, texts, strict=True):
                 if fact.target is None:
                     raise BadFact(f"the fact about {fact.subject!r} has no target; give one")
