@@ -234,7 +234,7 @@ class EditChecks:
 
 def broken_text(before: float, after: float) -> str | None:
     """Why a model is broken, by the perplexity of unrelated text without and with its edits."""
-    limit = CheckLimits.broken_perplexity
+    limit = CheckLimits().broken_perplexity
     if after <= limit * before:
         return None
     return f"perplexity of unrelated text from {before:.4g} to {after:.4g}, above {limit:g} times"
