@@ -21,8 +21,14 @@ from served_page import WIDTHS, Page
 from serving import running_server
 
 FIGURES = Path(__file__).parents[1] / "figures"
-SHOWN = ("trace-desktop-light", "edit-desktop-light", "trace-phone-dark")
+SHOWN = ("trace-desktop-light", "attention-desktop-light", "edit-desktop-light", "trace-phone-dark")
 """The screenshots in the documentation."""
+CARDS = {
+    "#restore-heads": "#heads .cells",
+    "#knock-out": "#knockout .curve",
+    "#estimate": "#attribution .cells",
+}
+"""Buttons of the trace view, and what they draw."""
 
 
 def take(page: Page, folder: Path) -> None:
@@ -30,6 +36,10 @@ def take(page: Page, folder: Path) -> None:
     page.patience = 600
     page.until(lambda: page.all("#lens .cells") and page.idle)
     page.screenshot("trace", folder)
+    for button, result in CARDS.items():
+        page.click(button)
+        page.until(lambda result=result: page.all(result) and page.idle)
+    page.screenshot("attention", folder)
     page.click("nav [data-view=edit]")
     page.screenshot("edit-form", folder)
     page.edit("Rome")
