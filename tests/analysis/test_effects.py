@@ -244,6 +244,18 @@ def test_the_severed_comparison_by_hand():
     assert comparison.lost["mlp"][0].half_width == pytest.approx(0)  # 0.4 in both facts
 
 
+def test_the_severed_comparison_of_a_metric_that_falls_with_the_effect():
+    metric = {"metric": "rank", "clean_metric": 1.0, "corrupted_metric": 50.0}
+    records = [
+        replace(severed(2.0, 30.0, 2.0), **metric),
+        replace(severed(4.0, 40.0, 2.0), **metric),
+    ]
+    comparison = severed_comparison(records)
+    assert comparison.intact[0].mean == pytest.approx(47)
+    assert comparison.lost["mlp"][0].mean == pytest.approx(32)
+    assert not comparison.lost["mlp"].fraction  # ranks are not shown in percent
+
+
 def test_without_severed_tables_there_is_no_comparison():
     assert not has_severed([traced({})])
     with pytest.raises(BadRecord, match="severed"):

@@ -398,7 +398,8 @@ def severed_comparison(records: Iterable[TraceRecord]) -> SeveredComparison:
             (cell_table(record, "states") - cell_table(record, table))[record.subject[1] - 1]
             for record in traced
         ]
-        return column_estimates(np.stack(differences))
+        effects = effect_sign(traced[0], "states") * np.stack(differences)
+        return column_estimates(effects, fraction=rows["states"].fraction)
 
     return SeveredComparison(
         model=traced[0].model,

@@ -277,22 +277,10 @@ def make_edit(lm: "LM", editor: "Editor", cases: Sequence[Case], *, force: bool 
 def note_defaults(lm: "LM", editor: Any, facts: int) -> None:
     """Say so if the editor uses defaults that were not measured on this model, or if its
     calibration found another method better for that many facts in an edit."""
-    from factscope.editing.calibration import CALIBRATED, find_calibration
+    from factscope.editing.calibration import CALIBRATED
     from factscope.editing.defaults import has_own_defaults, rome_defaults
 
-    calibration = find_calibration(lm)
-    best = None if calibration is None else calibration.best_method(facts)
-    if best is not None and best[0] != editor.method:
-        metrics = {method: trial["metrics"] for method, trial in best[1].items()}
-        S = {method: 100 * x["S"]["mean"] for method, x in metrics.items() if x}
-    else:
-        S = {}
-    if best is not None and {best[0], editor.method} <= set(S):
-        together = "one fact at a time" if facts == 1 else "several facts at once"
-        note(
-            f"The calibration of {lm.name} found {best[0]} best for {together}: S "
-            f"{S[best[0]]:.1f}, {editor.method} {S[editor.method]:.1f}. Try --method {best[0]}."
-        )
+    _note_better_method(lm, editor.method, facts)
     values = {**vars(editor), **vars(getattr(editor, "search", editor))}
     names = CALIBRATED.get(editor.method, ())
     if all(values[name] not in (None, "default") for name in names[:2]) or has_own_defaults(lm):
@@ -303,6 +291,24 @@ def note_defaults(lm: "LM", editor: Any, facts: int) -> None:
         f"{lm.name} has no published settings: cautious defaults are used{used}. Measure better "
         f"ones once: factscope calibrate --model {lm.name}",
         style="yellow",
+    )
+
+
+def _note_better_method(lm: "LM", method: str, facts: int) -> None:
+    from factscope.editing.calibration import find_calibration
+
+    calibration = find_calibration(lm)
+    found = None if calibration is None else calibration.best_method(facts)
+    if found is None:
+        return
+    best, trials = found
+    S = {name: 100 * x["S"]["mean"] for name, trial in trials.items() if (x := trial["metrics"])}
+    if best == method or not {best, method} <= set(S):
+        return
+    together = "one fact at a time" if facts == 1 else "several facts at once"
+    note(
+        f"The calibration of {lm.name} found {best} best for {together}: S {S[best]:.1f}, "
+        f"{method} {S[method]:.1f}. Try --method {best}."
     )
 
 
