@@ -8,6 +8,7 @@ part off: medians of `--repeat` runs after three warm-up runs (one for the longe
 model with random weights:
 
     trace      one fact of 12 tokens, 10 samples, all three kinds
+    replace    the same by token replacement
     edit       one ROME edit after others of its shape: 21 contexts, 20 steps, checks included
     lengths    the same for facts of various lengths, ten after ten others (median of one round)
     edits      32 ROME edits in one batch
@@ -53,13 +54,14 @@ PARTS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "fast linear layers": (
         [(linear, "fast_forwards", lambda part, split=True: {}),
          (search.ModelCache, "build", lambda cache, lm, blocks: {})],
-        ("trace", "edit", "edits", "evaluate"),
+        ("trace", "replace", "edit", "edits", "evaluate"),
     ),
     "splitting kernel": ([(matmul, "_fused", lambda device, columns: False)],
                          ("trace", "edit", "edits", "evaluate")),
-    "suffix attention": ([(attention, "has_kernels", lambda device: False)], ("edit", "edits")),
+    "suffix attention": ([(attention, "has_kernels", lambda device: False)],
+                         ("trace", "edit", "edits")),
     "captured steps": ([(search, "CudaGraph", Eager)], ("edit", "edits")),
-    "captured passes": ([(graphs, "can_capture", lambda lm: False)], ("edit", "mend")),
+    "captured passes": ([(graphs, "can_capture", lambda lm: False)], ("replace", "edit", "mend")),
     "model cache": (
         [(search, "_uses_cache", lambda objective: False), (run, "model_cache", lambda lm: None)],
         ("edit",),
@@ -85,7 +87,8 @@ def workloads(
 ) -> tuple[Any, dict[str, Callable[[], float]]]:
     """The model, and workloads that return how long they took."""
     lm, rome, facts = prepared(argparse.Namespace(**{**vars(args), "facts": 32}), dtype)
-    settings = Tracing(corruption=Corruption(samples=10))
+    noise = Tracing(corruption=Corruption(samples=10))
+    tokens = Tracing(corruption=Corruption(distribution="tokens"))
     [answer] = random_prompts(lm, [(12, SUBJECT)])
     cases = cases_of(argparse.Namespace(model=None, cases=8))
     evaluation = Evaluation(
@@ -93,7 +96,7 @@ def workloads(
     )
     mend = learned(lm, Mend)
 
-    def trace() -> object:
+    def trace(settings: Tracing) -> object:
         return trace_batch(lm, [answer], settings, NoiseScale(sigma=0.02), Budget.of(lm, None))
 
     def median(function: Callable[[], object], warm_up: int = 3) -> float:
@@ -106,7 +109,8 @@ def workloads(
         return statistics.median([clock(edit) for edit in edits][LATER:])
 
     return lm, {
-        "trace": lambda: median(trace),
+        "trace": lambda: median(lambda: trace(noise)),
+        "replace": lambda: median(lambda: trace(tokens)),
         "edit": lambda: median(lambda: rome.attempt(lm, facts[:1])),
         "lengths": lengths,
         "edits": lambda: median(lambda: rome.attempt(lm, facts), warm_up=1),

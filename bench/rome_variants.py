@@ -69,25 +69,31 @@ PROTECT = "protect"
 NEIGHBOURS = {
     name: f"method=default+{settings}"
     for name, settings in {
-        "default, kl 0.25": "search.kl_weight=0.25",
-        "default, kl 1": "search.kl_weight=1.0",
-        "default, decay 0.05": "search.weight_decay=0.05",
-        "default, decay 0.1": "search.weight_decay=0.1",
-        "default, clamp 3": "search.clamp=3.0",
-        "default, clamp 2": "search.clamp=2.0",
-        "default, stop 0.5": "search.stop_probability=0.5",
-        "default, stop 0.8": "search.stop_probability=0.8",
-        "default, contexts 1": "context_tolerance=1.0",
-        "default, contexts 10": "context_tolerance=10.0",
-        **{f"default, layer {i}": f"layer={i}" for i in (3, 4, 6, 7)},
-        "default, ridge 0.01": "ridge=0.01",
-        "default, ridge 0.0001": "ridge=0.0001",
-        **{f"default, protect {a}": f"protect={a}" for a in ("0.3", "1", "3", "10")},
-        "default, protect 3, clamp 3": "protect=3+search.clamp=3.0",
-        "default, protect 3, kl 0.25": "protect=3+search.kl_weight=0.25",
+        "lr 0.25": "search.lr=0.25",
+        "lr 0.3": "search.lr=0.3",
+        "lr 0.35, clamp 3": "search.lr=0.35+search.clamp=3.0",
+        "lr 0.3, clamp 2": "search.lr=0.3+search.clamp=2.0",
+        "lr 0.5": "search.lr=0.5",
+        **{
+            f"lr 0.5, {name}": f"search.lr=0.5+{settings}"
+            for name, settings in {
+                "clamp 3": "search.clamp=3.0",
+                "clamp 2": "search.clamp=2.0",
+                "kl 0.25": "search.kl_weight=0.25",
+                "decay 0.05": "search.weight_decay=0.05",
+                "stop 0.8": "search.stop_probability=0.8",
+                "contexts 1": "context_tolerance=1.0",
+                "contexts 10": "context_tolerance=10.0",
+                **{f"layer {i}": f"layer={i}" for i in (1, 2, 3, 4, 7)},
+                "layer 3, clamp 3": "layer=3+search.clamp=3.0",
+                "layer 2, clamp 2": "layer=2+search.clamp=2.0",
+                "protect 3": "protect=3",
+            }.items()
+        },
+        "lr 0.25, layer 2": "search.lr=0.25+layer=2",
     }.items()
 }
-"""Variants of today's default that might spare neighbours."""
+"""Variants of the default that might spare neighbours."""
 VARIANTS: dict[str, str] = {
     "two keys": "",
     "40 steps": "search.steps=40",

@@ -68,6 +68,35 @@ def test_traces_equal_those_of_the_cpu(family: str) -> None:
         assert gap < 1e-4 * slow.clean
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_traces_by_token_replacement_replay_their_runs(precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    lm = text_lm("gpt2")
+    gpu = on_gpu(lm)
+    settings = Tracing(corruption=Corruption(distribution="tokens"), window=2)
+    for subject, other in (("Rome", "Peru"), ("Peru", "Rome"), ("Cairo", "London")):
+        fact = Fact(subject=subject, prompt="{} is in", replacement=other)
+        slow, fast = (trace(model, fact, settings) for model in (lm, gpu))
+        for kind, table in slow.restored.items():
+            gap = (torch.tensor(fast.restored[kind]) - torch.tensor(table)).abs().max()
+            assert gap < (1e-4 if precision == "highest" else 1e-2) * slow.clean
+    assert any(known.graph is not None for known in gpu.cache[CACHE].values())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bfloat16_traces_use_suffix_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = on_gpu(text_lm(family))
+    lm = replace(lm, model=lm.model.bfloat16(), cache={})
+    settings = Tracing(corruption=Corruption(samples=2), window=2, sever=("mlp",))
+    fast = trace(lm, FACTS[0], settings)
+    assert any(lm.cache.pop("supports suffix attention").values())
+    monkeypatch.setattr("factscope.lm.accel.attention.has_kernels", lambda device: False)
+    slow = trace(lm, FACTS[0], settings)
+    for kind, table in slow.restored.items():
+        gap = (torch.tensor(fast.restored[kind]) - torch.tensor(table)).abs().max()
+        assert gap < 5e-2 * slow.clean
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_edits_in_sequence_replay_captured_steps(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -94,9 +123,9 @@ def test_edits_in_sequence_replay_captured_steps(
     assert cache.graphs
     assert all(graph.graph is not None for _, _, graph in cache.graphs.values())
     assert len(cache.graphs) < len(SHAPED)  # some facts shared one
-    # GPT-J and BLOOM make position tables on the CPU during a pass, which cannot be captured.
+    # Some versions of GPT-J and BLOOM make position tables on the CPU, which cannot be captured.
     captured = any(known.graph is not None for known in gpu.cache[CACHE].values())
-    assert captured == (family not in ("gptj", "bloom"))
+    assert captured or family in ("gptj", "bloom")
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

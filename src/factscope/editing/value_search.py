@@ -365,8 +365,8 @@ class ValueObjective:
     """Log-probabilities of the unedited model."""
     norm: Float[Tensor, " fact"]
     """What the settings are relative to: ‖v₀‖, or the usual norm at this layer."""
-    split_past: bool = False
-    """Whether attention gets the past's keys apart from the new ones (set by `lm.accel`)."""
+    suffix_attention: bool = False
+    """Whether steps run with suffix attention (set by `lm.accel`)."""
 
     @property
     def facts(self) -> int:
@@ -453,7 +453,7 @@ class ValueObjective:
     @cached_property
     def replay(self) -> Replay:
         """The blocks, callable on these rows."""
-        return Replay(self.lm, self.run, self.view, split_past=self.split_past)
+        return Replay(self.lm, self.run, self.view)
 
     def select(self, facts: Int[Tensor, " selected"]) -> "ValueObjective":
         """The objective of the selected facts, in the given order."""
@@ -486,7 +486,7 @@ class ValueObjective:
     def key(self) -> tuple[Any, ...]:
         """Everything beside the tensors that a captured step depends on."""
         return (
-            self.layer, self.site, self.split_past, astuple(self.search), self.view.past,
+            self.layer, self.site, self.suffix_attention, astuple(self.search), self.view.past,
         )  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
@@ -510,10 +510,10 @@ class ValueObjective:
         """The last block's output for given states."""
         return self.replay(self.lm.n_layers - 1, hidden)
 
-    def with_split_past(self, *, half: bool) -> "ValueObjective":
-        """The same with the past's keys apart from the new ones, and with `half` in float16."""
+    def with_suffix_attention(self, *, half: bool) -> "ValueObjective":
+        """The same with suffix attention, and with `half` the past's keys in float16."""
         run = self.run.with_half_keys() if half else self.run
-        return replace(self, run=run, split_past=True)
+        return replace(self, run=run, suffix_attention=True)
 
 
 # ---- preparing the objective

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from factscope.lm.accel.attention import splits_past
 from factscope.lm.forward import ActivationCache
 from factscope.lm.model import LM
 
@@ -71,11 +72,10 @@ class Replay:
     the first axis, and returns the block's output.
     """
 
-    def __init__(
-        self, lm: LM, run: ActivationCache, view: PackedView, *, split_past: bool = False
-    ) -> None:
-        self.lm, self.run, self.view, self.split_past = lm, run, view, split_past
+    def __init__(self, lm: LM, run: ActivationCache, view: PackedView) -> None:
+        self.lm, self.run, self.view = lm, run, view
         self._cached: dict[tuple[Any, ...], Tensor] = {}
+        self._used: dict[tuple[Any, ...], Tensor] = {}
         rows = torch.arange(len(run.inputs), device=view.row.device)
         self._all_rows = view.complete or torch.equal(view.row, rows)
 
@@ -95,10 +95,12 @@ class Replay:
     def tensors(
         self, layers: Iterable[int], hidden: Float[Tensor, "row slot width"]
     ) -> list[Tensor]:
-        """The masks, positions and biases of these layers and of those called before."""
+        """The masks, positions and biases of these layers, in the order of their first use by them,
+        whichever layers were called before."""
+        self._used = {}
         for layer in layers:
             self.arguments(layer, hidden)
-        return list(self._cached.values())
+        return list(self._used.values())
 
     def arguments(self, layer: int, hidden: Float[Tensor, "row slot width"]) -> dict[str, Any]:
         """The block's arguments in the first run, cut to the view and repeated for each copy."""
@@ -118,7 +120,7 @@ class Replay:
             if name in ("past_key_values", "layer_past"):
                 rows = slice(None) if self._all_rows else view.row.to(run.keys[layer].device)
                 keys, values = (x[layer][rows, :, : view.past] for x in (run.keys, run.values))
-                arguments[name] = _Past(keys, values, self.split_past)
+                arguments[name] = _Past(keys, values)
             elif name == "attention_mask":
                 like = hidden if value is None else value
                 mask = cached(partial(self._mask, value, like), "mask", id(value), like.device)
@@ -136,6 +138,7 @@ class Replay:
         """A tensor that does not depend on the states, computed once for all layers."""
         if key not in self._cached:
             self._cached[key] = compute()
+        self._used[key] = self._cached[key]
         return self._cached[key]
 
     def _mask(self, first: Tensor | None, like: Tensor) -> Tensor:
@@ -165,16 +168,13 @@ class _Past:
 
     keys: Tensor
     values: Tensor
-    split: bool
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The past and the new keys and values, concatenated.
-
-        With `split`, the new ones alone, with the past as an attribute that suffix attention reads.
-        """
-        if self.split:
+        """The past and the new keys and values, concatenated; for suffix attention the new ones
+        alone, with the past as an attribute."""
+        if splits_past():
             annotated: Any = keys
             annotated.past = (self.keys, self.values)
             return keys, values

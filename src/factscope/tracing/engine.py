@@ -112,7 +112,9 @@ def restore(
                     propagate, lm, run, frozen or run, packed, [cells[k] for k in part], metric,
                     sizes, lambda f, w=weight: progress(f * w),
                 )  # fmt: skip
-                table[where[:, None], torch.tensor(part)] = accelerated(lm, compute).T.cpu()
+                probe = partial(_last_block, lm, run, packed.view)
+                values = accelerated(lm, compute, probe=probe)
+                table[where[:, None], torch.tensor(part)] = values.T.cpu()
     return table
 
 
@@ -155,6 +157,13 @@ def propagate(
     last = pending[:, packed.packed_row[:, None], predicting]  # (cell, segment, token, width)
     fact = packed.fact.repeat(len(cells))
     return metric.in_parts(lm, last.flatten(0, 1), fact, sizes.logits).view(last.shape[:2])
+
+
+def _last_block(lm: LM, run: ActivationCache, view: PackedView) -> Float[Tensor, "row slot width"]:
+    """The last block's output for two copies of the base run's states."""
+    before = run.states[-2] if lm.n_layers > 1 else run.inputs
+    hidden = _take(before, view.row[:, None], view.position)
+    return Replay(lm, run, view)(lm.n_layers - 1, hidden.repeat(2, 1, 1))
 
 
 def _first_states(

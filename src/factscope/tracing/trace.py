@@ -29,7 +29,7 @@ from torch import Tensor
 from factscope.data.readers import everyday_facts
 from factscope.errors import BadFact, BadModelFile, BadSetting
 from factscope.facts import SUBJECT_SLOT, Fact, check_facts
-from factscope.lm.accel import release_memory
+from factscope.lm.accel import accelerated, release_memory
 from factscope.lm.forward import ActivationCache, answer_probability, forward
 from factscope.lm.generate import fitting_tokens, generate_greedy
 from factscope.lm.memory import BatchSizes, Budget, is_out_of_memory, run_bytes
@@ -254,11 +254,16 @@ class TraceBatch:
             return embeddings
 
         ids = torch.cat([clean, corrupted.repeat_interleave(len(samples), 0)])
-        embed = None if corruption.replaces_tokens else corrupt
-        self._runs[samples, draw] = forward(
-            self.lm, ids, keep=self.settings.contributions, embed=embed
-        )
-        return self._runs[samples, draw]
+        keep = tuple(self.settings.contributions)
+        if corruption.replaces_tokens:
+            run = accelerated(
+                self.lm, lambda ids: forward(self.lm, ids, keep=keep), ids, batch=len(ids),
+                key=("trace", keep), check=lambda run: run.states[-1], copy=True,
+            )  # fmt: skip
+        else:
+            run = forward(self.lm, ids, keep=keep, embed=corrupt)
+        self._runs[samples, draw] = run
+        return run
 
     def _first_row(self, fact: int, samples: range) -> int:
         """The first of a fact's corrupted rows."""

@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from factscope.lm.accel import graphs
+from factscope.facts import Fact
+from factscope.lm.accel import graphs, run
 from factscope.lm.accel.graphs import CACHE, _no_garbage_collection, captured
 from factscope.lm.forward import forward
 from factscope.lm.hooks import hook_outputs
+from factscope.lm.memory import Budget
 from factscope.lm.model import LM
+from factscope.tracing.corruption import NoiseScale
+from factscope.tracing.settings import Corruption, Tracing
+from factscope.tracing.trace import TraceBatch, clean_answers, trace
 
 from editing_facts import text_lm
 from fake_graph import FakeGraph, use_fake_graphs
@@ -148,3 +153,31 @@ def test_garbage_collection_is_off_during_capture() -> None:
         assert not gc.isenabled()  # it stays off where it was off
     finally:
         gc.enable()
+
+
+def test_traces_of_one_shape_replay_their_runs(
+    fake: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = text_lm("gpt2")
+    settings = Tracing(corruption=Corruption(distribution="tokens"), window=2)
+    facts = [
+        Fact(subject=subject, prompt="{} is in", replacement=other)
+        for subject, other in (("Rome", "Peru"), ("Peru", "Rome"), ("Cairo", "London"))
+    ]
+    expected = [trace(lm, fact, settings) for fact in facts]
+    monkeypatch.setattr(run, "on_gpu", lambda lm: True)
+    assert [trace(lm, fact, settings) for fact in facts] == expected
+    assert fake.captures
+    assert fake.replays
+    # A run that is still used keeps its values.
+    budget, scale = Budget(2**30), NoiseScale(sigma=1.0)
+    batches = [
+        TraceBatch(lm=lm, answers=[answer], settings=settings, scale=scale, budget=budget)
+        for answer in clean_answers(lm, facts, settings)
+    ]
+    runs = [batch.run(range(1)) for batch in batches]
+    for batch, kept in zip(batches, runs, strict=True):
+        ids = torch.tensor([batch.answers[0].ids, batch.answers[0].replaced_ids])
+        plain = forward(lm, ids, keep=settings.contributions)
+        for x, y in zip(graphs.tensors_in(kept), graphs.tensors_in(plain), strict=True):
+            assert torch.equal(x, y)

@@ -151,6 +151,18 @@ def test_a_hook_above_prevents_cached_steps() -> None:
         assert steps.new is not None
 
 
+def test_the_order_of_static_tensors_does_not_depend_on_earlier_calls() -> None:
+    """Gemma 2 has two kinds of masks, of equal shape: a cached step must not swap them."""
+    lm = text_lm("gemma2")
+    first, second = objective_of(lm, FIRST, 1), objective_of(lm, FIRST, 1)
+    second.last_block(second.hidden)
+    masks = [x for x in first.tensors() if x.dim() == 4 and x.shape[1] == 1]
+    assert len(masks) == 2
+    assert not torch.equal(*masks)
+    for x, y in zip(first.tensors(), second.tensors(), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_edits_in_sequence_equal_unaccelerated_ones(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -7,16 +7,28 @@ multiplied in TF32, queries, keys and values are rounded to float16, which has a
 """
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from factscope.lm.model import LM
+
+log = logging.getLogger(__name__)
+
 SDPA = "sdpa"
 """The attention of transformers that is replaced: its default."""
+
+
+MAX_SLOTS = 64
+"""Tokens of a row up to which the kernels are fast in large batches: its scores are one tile."""
+MAX_BIASES = 4
+"""Masks whose biases are held: a model has one or two, which its layers share."""
 
 
 @dataclass
@@ -27,15 +39,71 @@ class Use:
     called: bool = False
 
 
+_uses: list[Use] = []
+"""Those of the `suffix_attention` that is active, if one is."""
+
+
 @contextmanager
 def suffix_attention(device: torch.device) -> Iterator[Use]:
-    """Inside, models with transformers' default attention use our kernels, where possible."""
+    """Inside, models with transformers' default attention use our kernels, where possible, and a
+    replay passes the past's keys and values apart from the new ones (`splits_past`)."""
     use = Use(has_kernels(device))
     if not use.possible:
         yield use
         return
     with with_attention(lambda default: _suffix_attention(default, use)):
-        yield use
+        _uses.append(use)
+        try:
+            yield use
+        finally:
+            _uses.pop()
+
+
+def splits_past() -> bool:
+    """Whether attention gets the past's keys and values apart from the new ones."""
+    return bool(_uses)
+
+
+def supports_suffix_attention(
+    lm: "LM", key: Any, device: torch.device, probe: Callable[[], tuple[Tensor, ...]]
+) -> bool:
+    """Whether `probe()`, one block's results, is the same with suffix attention; tested once for
+    each key.
+
+    This also compiles the kernels, which cannot be done during capture.
+    """
+    supported: dict[Any, bool] = lm.cache.setdefault("supports suffix attention", {})
+    key = (key, torch.get_float32_matmul_precision())
+    if key not in supported:
+        supported[key] = _agrees(lm.dtype, device, probe)
+    return supported[key]
+
+
+def _agrees(
+    dtype: torch.dtype, device: torch.device, probe: Callable[[], tuple[Tensor, ...]]
+) -> bool:
+    use = Use(possible=False)
+    try:
+        with suffix_attention(device) as use:
+            if not use.possible:
+                return False
+            actual = probe()
+        expected = probe()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways; the default attention always works
+        if use.called:
+            log.warning("suffix attention failed (%s); the default attention is used", error)
+        return False
+    exact = dtype == torch.float32 and not rounds_to_half(dtype)
+    tolerance = 1e-4 if exact else 3e-2
+    gaps = [(x - y).abs().max() / y.abs().max() for x, y in zip(actual, expected, strict=True)]
+    agree = all(bool(gap <= tolerance) for gap in gaps)
+    if use.called and not agree:
+        log.warning(
+            "suffix attention is wrong (relative error %s); the default attention is used", gaps
+        )
+    return use.called and agree
 
 
 @contextmanager
@@ -70,6 +138,8 @@ def _suffix_attention(default: Callable[..., Any], use: Use) -> Callable[..., An
     def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
         key = (mask.data_ptr(), mask.shape, dtype)
         if key not in biases:  # hold the mask too, or another tensor could get its address
+            if len(biases) >= MAX_BIASES:
+                biases.clear()
             biases[key] = (mask, _bias(mask, dtype))
         return biases[key][1]
 

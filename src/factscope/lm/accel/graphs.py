@@ -161,6 +161,28 @@ class _Pass:
         return result
 
 
+def copied(result: T) -> T:
+    """A copy of a result, which the next call does not overwrite."""
+    unique = {id(x): x for x in tensors_in(result)}
+    copies = {number: torch.empty_like(x) for number, x in unique.items()}
+    if unique:  # one kernel for many small tensors
+        torch._foreach_copy_(list(copies.values()), list(unique.values()))  # pyright: ignore
+    return _mapped(result, copies)
+
+
+def _mapped(result: Any, copies: dict[int, Tensor]) -> Any:
+    """A nested result with every tensor replaced by its copy."""
+    if isinstance(result, Tensor):
+        return copies[id(result)]
+    if is_dataclass(result) and not isinstance(result, type):
+        return replace(result, **_mapped(vars(result), copies))
+    if isinstance(result, dict):
+        return {name: _mapped(part, copies) for name, part in result.items()}
+    if isinstance(result, list | tuple):
+        return type(result)(_mapped(part, copies) for part in result)
+    return result
+
+
 def can_capture(lm: "LM") -> bool:
     """Whether passes of this model can be captured: all of it is on one GPU."""
     devices = getattr(lm.model, "hf_device_map", None) or {}

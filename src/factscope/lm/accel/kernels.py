@@ -70,14 +70,15 @@ def suffix_attention(
     query: Float[Tensor, "row head slot dim"],
     key: Float[Tensor, "row key_head slot dim"],
     value: Float[Tensor, "row key_head slot dim"],
-    past_key: Float[Tensor, "row key_head past dim"],
-    past_value: Float[Tensor, "row key_head past dim"],
+    past_key: Float[Tensor, "past_row key_head past dim"],
+    past_value: Float[Tensor, "past_row key_head past dim"],
     bias: Float[Tensor, "row bias_head slot token"],
     scale: float,
 ) -> Float[Tensor, "row slot head dim"]:
     """softmax(q kᵀ · scale + bias) v over the past and the new keys, in the bias's precision.
 
-    `bias` has a column for each token of the past, then for each slot, and one head or all.
+    Row i has the past i mod n of n. `bias` has a column for each token of the past, then for each
+    slot, and one head or all.
     """
     return _Attention.apply(query, key, value, past_key, past_value, bias, scale)  # pyright: ignore
 
@@ -138,7 +139,7 @@ def _sizes(
     _, heads, slots, dim = query.shape
     return {
         "heads": heads, "groups": heads // key.shape[1], "slots": slots,
-        "past": past_key.shape[2], "dim": dim,
+        "past_rows": len(past_key), "past": past_key.shape[2], "dim": dim,
         "SLOTS": max(16, triton.next_power_of_2(slots)),
         "DIM": max(16, triton.next_power_of_2(dim)),
         "BLOCK": SUFFIX_BLOCK, "DTYPE": TRITON_TYPES[bias.dtype],
@@ -172,7 +173,7 @@ def _suffix_forward(
     query, key, value, past_key, past_value, bias,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
-    out, log_sums, scale, heads, groups, slots, past, dim,
+    out, log_sums, scale, heads, groups, slots, past_rows, past, dim,
     SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -186,8 +187,8 @@ def _suffix_forward(
     weight = tl.exp(score - highest[:, None])
     total = tl.sum(weight, 1)
     result = tl.dot(weight.to(DTYPE), v.to(DTYPE), input_precision=PRODUCTS)
-    past_key += row * pk_row + key_head * pk_head
-    past_value += row * pv_row + key_head * pv_head
+    past_key += row % past_rows * pk_row + key_head * pk_head
+    past_value += row % past_rows * pv_row + key_head * pv_head
     for first in range(0, past, BLOCK):  # new names: a loop cannot change a tile's shape
         pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)
@@ -217,7 +218,7 @@ def _suffix_backward(
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot,
     pk_row, pk_head, pk_slot, pv_row, pv_head, pv_slot, b_row, b_head, b_slot,
     out, log_sums, gradient, query_gradient, key_gradient, value_gradient,
-    scale, heads, groups, slots, past, dim,
+    scale, heads, groups, slots, past_rows, past, dim,
     SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -240,8 +241,8 @@ def _suffix_backward(
     dv = tl.dot(tl.trans(weight.to(DTYPE)), g.to(DTYPE), input_precision=PRODUCTS)
     dk = tl.dot(tl.trans(d_score.to(DTYPE)), q.to(DTYPE), input_precision=PRODUCTS) * scale
     dq = tl.dot(d_score.to(DTYPE), k.to(DTYPE), input_precision=PRODUCTS)
-    past_key += row * pk_row + key_head * pk_head
-    past_value += row * pv_row + key_head * pv_head
+    past_key += row % past_rows * pk_row + key_head * pk_head
+    past_value += row % past_rows * pv_row + key_head * pv_head
     for first in range(0, past, BLOCK):
         pk = _tile(past_key, first, pk_slot, past, dim, BLOCK, DIM)
         pv = _tile(past_value, first, pv_slot, past, dim, BLOCK, DIM)

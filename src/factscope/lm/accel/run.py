@@ -1,14 +1,19 @@
 """The entry point: run a computation through a model's blocks, accelerated."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from factscope.lm.accel.attention import (
+    MAX_SLOTS,
+    suffix_attention,
+    supports_suffix_attention,
+)
 from factscope.lm.accel.device import on_gpu
-from factscope.lm.accel.graphs import captured
+from factscope.lm.accel.graphs import captured, copied
 from factscope.lm.accel.linear import fast_blocks_in_turn, replaced, splits_float32
 from factscope.lm.accel.model_cache import model_cache
 
@@ -30,14 +35,20 @@ def accelerated(
     key: Any = None,
     needed_again: range | None = None,
     check: Callable[[T], Tensor] | None = None,
+    copy: bool = False,
+    probe: Callable[[], Tensor] | None = None,
 ) -> T:
     """function(*inputs), a computation without gradients through the model's blocks.
 
     Large batches (at least `MIN_BATCH` rows or facts; None counts as large) run with fast linear
     layers, built for one block at a time. Small ones with a `key` are captured as a CUDA graph at
-    the second call; what differs between calls of one key must be among the inputs. In float32
-    they use the fast layers that are cached on the model. Those of the blocks `needed_again` are
-    built at the first call, those of all blocks at the second.
+    the second call; what differs between calls of one key must be among the inputs, and the next
+    call overwrites the result unless `copy` is set. In float32 they use the fast layers that are
+    cached on the model. Those of the blocks `needed_again` are built at the first call, those of
+    all blocks at the second.
+
+    In half precision, large batches also use suffix attention, if it does not change `probe()`: one
+    block's output.
 
     Split-precision products overflow where activations exceed float16's range: a result that is
     not finite is computed again without them (`check` selects the tensor to test, if the result
@@ -47,11 +58,34 @@ def accelerated(
         with fast_blocks_in_turn(lm.blocks) if batch is None else nullcontext():
             return function(*inputs)
     if batch is None or batch >= MIN_BATCH:
-        with fast_blocks_in_turn(lm.blocks):
+        with fast_blocks_in_turn(lm.blocks), _fast_attention(lm, probe):
             result = function(*inputs)
         return result if _finite(lm, result, check) else function(*inputs)
     if key is None:
         return function(*inputs)
+    result = _captured(lm, function, inputs, key, needed_again, check)
+    return copied(result) if copy else result
+
+
+def _fast_attention(lm: "LM", probe: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
+    if probe is None or lm.dtype == torch.float32:
+        return nullcontext()
+    slots = probe().shape[1]
+    right = slots <= MAX_SLOTS and supports_suffix_attention(
+        lm, ("large batches", slots), lm.device, lambda: (probe(),)
+    )
+    return suffix_attention(lm.device) if right else nullcontext()
+
+
+def _captured(
+    lm: "LM",
+    function: Callable[..., T],
+    inputs: tuple[Tensor, ...],
+    key: Any,
+    needed_again: range | None,
+    check: Callable[[T], Tensor] | None,
+) -> T:
+    """The result of a captured pass, with fast layers if they split float32 products."""
     cache = model_cache(lm) if splits_float32(lm.dtype) else None
     if cache is not None:
         blocks = needed_again if needed_again and not cache.forwards else range(lm.n_layers)

@@ -4,7 +4,6 @@
 `make_step(objective)` is one step of the optimiser. On a CPU that is the objective's own step.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.lm.accel.attention import rounds_to_half, suffix_attention
+from factscope.lm.accel.attention import (
+    rounds_to_half,
+    suffix_attention,
+    supports_suffix_attention,
+)
 from factscope.lm.accel.graphs import CudaGraph
 from factscope.lm.accel.linear import fast_blocks, replaced, splits_float32
 from factscope.lm.accel.model_cache import ModelCache, model_cache
@@ -22,8 +25,6 @@ from factscope.lm.hooks import has_hooks
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
-
-log = logging.getLogger(__name__)
 
 LAUNCH_BOUND = 1.5e11
 """Below this many multiplications per block, launching a step takes longer than computing it."""
@@ -46,8 +47,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def split_past(self) -> bool:
-        """Whether attention gets the past's keys and values apart from the new ones."""
+    def suffix_attention(self) -> bool:
+        """Whether steps run with suffix attention."""
         ...
 
     @property
@@ -80,8 +81,8 @@ class Objective(Protocol):
         """The last block's output for given states."""
         ...
 
-    def with_split_past(self, *, half: bool) -> "Objective":
-        """The same, with the past's keys and values apart from the new ones."""
+    def with_suffix_attention(self, *, half: bool) -> "Objective":
+        """The same with suffix attention, and with `half` the past's keys in float16."""
         ...
 
 
@@ -163,7 +164,7 @@ class _Steps:
         else:
             layers = range(lowest, lm.n_layers + splits_float32(lm.dtype))
             self.stack.enter_context(replaced(self.cache.build(lm, layers)))
-        if objective.split_past:
+        if objective.suffix_attention:
             self.stack.enter_context(suffix_attention(objective.hidden.device))
 
     def cache_captured(self, objective: Objective) -> None:
@@ -186,44 +187,15 @@ def _key(objective: Objective) -> tuple[Any, ...]:
 
 
 def _with_suffix_attention(objective: Objective) -> Objective:
-    """The objective with its past apart, where suffix attention works for this model and shape."""
+    """The objective with suffix attention, where that works for this model and shape."""
     hidden = objective.hidden
-    key = (hidden.shape, objective.key(), torch.get_float32_matmul_precision())
-    supported = objective.lm.cache.setdefault("supports suffix attention", {})
-    if key not in supported:
-        supported[key] = _supports_suffix_attention(objective)
-    if not supported[key]:
+    key = (hidden.shape, objective.key())
+    if not supports_suffix_attention(
+        objective.lm, key, hidden.device, lambda: _output_and_gradient(objective)
+    ):
         return objective
     # Round the past's keys and values once, so that attention need not do it at every step.
-    return objective.with_split_past(half=rounds_to_half(hidden.dtype))
-
-
-def _supports_suffix_attention(objective: Objective) -> bool:
-    """Whether suffix attention gives the default's output and gradient in one block.
-
-    This also compiles the kernels, which cannot be done during capture.
-    """
-    hidden = objective.hidden
-    try:
-        with suffix_attention(hidden.device) as use:
-            if not use.possible:
-                return False
-            actual = _output_and_gradient(objective)
-        expected = _output_and_gradient(objective)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers fail in many ways; the default attention always works
-        log.warning("suffix attention failed (%s); the default attention is used", error)
-        return False
-    exact = hidden.dtype == torch.float32 and not rounds_to_half(torch.float32)
-    tolerance = 1e-4 if exact else 3e-2
-    gaps = [(x - y).abs().max() / y.abs().max() for x, y in zip(actual, expected, strict=True)]
-    agree = all(bool(gap <= tolerance) for gap in gaps)
-    if not agree:
-        log.warning(
-            "suffix attention is wrong (relative error %s); the default attention is used", gaps
-        )
-    return use.called and agree
+    return objective.with_suffix_attention(half=rounds_to_half(hidden.dtype))
 
 
 def _output_and_gradient(objective: Objective) -> tuple[Tensor, Tensor]:
