@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from factscope.editing.editor import results_or_errors
 from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
 from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import SUBJECT_SLOT, Fact
@@ -82,13 +83,7 @@ def edit_requests(
     lm: "LM", facts: Sequence[Fact], prefixes: Sequence[str] = (), token: EditToken = "subject-last"
 ) -> list[EditRequest | FactscopeError]:
     """Tokenize every fact; a fact that cannot be tokenized gives its error."""
-    requests: list[EditRequest | FactscopeError] = []
-    for fact in facts:
-        try:
-            requests.append(edit_request(lm, fact, prefixes, token))
-        except BadFact as error:
-            requests.append(error)
-    return requests
+    return results_or_errors(lambda fact: edit_request(lm, fact, prefixes, token), facts)
 
 
 def with_prefixes(fact: Fact, prefixes: Sequence[str]) -> list[Fact]:

@@ -44,7 +44,7 @@ from factscope.facts import Case, Fact
 from factscope.io import read_json, sha256, write_atomic
 from factscope.progress import Progress, no_progress
 from factscope.runs.evaluate import EvaluateRun
-from factscope.runs.folder import RunFolder, locks_folder, run_info
+from factscope.runs.folder import Run, RunFolder, locks_folder, run_info
 from factscope.runs.sweep import FATAL
 from factscope.settings import check
 
@@ -75,7 +75,7 @@ within some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateRun:
+class CalibrateRun(Run):
     """Which model to calibrate, on which cases, and how."""
 
     model: str
@@ -106,10 +106,6 @@ class CalibrateRun:
             "data_sha256": sha256(self.data),
             **settings,
         }
-
-    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
-        """Create the run's folder, or open it to resume."""
-        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     @locks_folder
     def run(

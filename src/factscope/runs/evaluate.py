@@ -26,7 +26,7 @@ from factscope.facts import Case
 from factscope.io import cache_folder, sha256, write_atomic
 from factscope.progress import Progress, no_progress, split
 from factscope.records import VERSION, CaseRecord, CaseScores, Protocol, decode
-from factscope.runs.folder import RunFolder, locks_folder, run_info
+from factscope.runs.folder import Run, RunFolder, locks_folder
 from factscope.settings import check
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Executor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateRun:
+class EvaluateRun(Run):
     """Which editor to evaluate on which cases, and how."""
 
     model: str
@@ -126,10 +126,6 @@ class EvaluateRun:
             "scoring": asdict(self.scoring),
             "editor": self.editor.to_dict(),
         }
-
-    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
-        """Create the run's folder, or open it to resume."""
-        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     def is_complete(self, folder: RunFolder, cases: Sequence[Case]) -> bool:
         """Whether every case has its records."""

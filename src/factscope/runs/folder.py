@@ -207,6 +207,18 @@ class RunFolder:
             )  # fmt: skip
 
 
+class Run:
+    """A run: what identifies it, and the folder that it writes to."""
+
+    def spec(self) -> dict[str, Any]:
+        """What identifies the run, for spec.toml."""
+        raise NotImplementedError
+
+    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
+        """Create the run's folder, or open it to resume."""
+        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
+
+
 def locks_folder(run: F) -> F:
     """Make a method `run(lm, folder, …)` hold the folder's lock; Ctrl-C says whether it resumes."""
 

@@ -30,7 +30,7 @@ from factscope.io import read_json, resumable_write, write_atomic
 from factscope.progress import Progress, no_progress, split
 from factscope.records import CaseRecord
 from factscope.runs.evaluate import EvaluateRun, Executor
-from factscope.runs.folder import RunFolder, locks_folder, run_info
+from factscope.runs.folder import Run, RunFolder, locks_folder
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -55,7 +55,7 @@ class SweepPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRun:
+class SweepRun(Run):
     """A sweep: what all points share, and the grid."""
 
     base: EvaluateRun
@@ -65,10 +65,6 @@ class SweepRun:
         """What identifies the sweep."""
         grid = {axis: list(values) for axis, values in self.grid.items()}
         return {**self.base.spec(), "command": "sweep", "grid": grid}
-
-    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
-        """Create the sweep's folder, or open it to resume."""
-        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     @locks_folder
     def run(

@@ -12,7 +12,7 @@ from factscope.errors import BadFact
 from factscope.facts import Fact
 from factscope.io import sha256
 from factscope.progress import Progress, no_progress
-from factscope.runs.folder import RunFolder, locks_folder, run_info
+from factscope.runs.folder import Run, RunFolder, locks_folder
 from factscope.settings import check
 from factscope.tracing.settings import Tracing
 
@@ -29,7 +29,7 @@ older run folders resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceRun:
+class TraceRun(Run):
     """Which facts to trace on which model, and how."""
 
     model: str
@@ -99,10 +99,6 @@ class TraceRun:
         if self.settings.corruption.replaces_tokens:
             fit = fitting(fit, lambda fact: with_replacement(lm, fact, fit))
         return FactsFile(fit, tuple(problems))
-
-    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
-        """Create the run's folder, or open it to resume."""
-        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     @locks_folder
     def run(

@@ -25,7 +25,7 @@ from factscope.facts import Case
 from factscope.io import resumable_write, sha256, write_atomic
 from factscope.progress import Progress, no_progress
 from factscope.records import TrainingRecord, write_records
-from factscope.runs.folder import CHECKPOINT, WEIGHTS, RunFolder, locks_folder, run_info
+from factscope.runs.folder import CHECKPOINT, WEIGHTS, Run, RunFolder, locks_folder
 from factscope.settings import Seed, check
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class FromText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRun:
+class TrainRun(Run):
     """A training run: model, data, network and duration."""
 
     model: str
@@ -182,10 +182,6 @@ class TrainRun:
         from factscope.editing.hypernet.train import Trainer
 
         return Trainer(lm, self.source.examples(lm), self.training)
-
-    def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
-        """A new run folder, or an existing one of the same run."""
-        return RunFolder.create_or_open(path, self.spec(), run_info(lm))
 
     @locks_folder
     def run(
