@@ -4,6 +4,8 @@ import os
 
 # Kernels run in triton's interpreter, on a CPU; `make test-gpu` sets 0. triton reads it on import.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Ray runs its workers with a low priority: next to other tests they would take minutes to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 

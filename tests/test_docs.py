@@ -14,14 +14,16 @@ import re
 import shlex
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import pytest
+from matplotlib.figure import Figure
 
 from factscope.editing.edit import EditChecks
 from factscope.editing.settings import EDITORS
@@ -45,7 +47,7 @@ SHORTER = {
     r"--minutes \d+(?![\d.])": "--steps 2",
     r"(factscope calibrate) (?=--minutes)": r"\1 --methods rome ",
     r"--tokens [\d_]+": "--tokens 2000",
-    r"--grid layer=\S+": "--grid layer=2,5",
+    r"--grid layer=\S+": "--grid layer=5",
     r"--text-length [1-9]\d*": "",
     r"(factscope evaluate) (?!.*--text-length)": r"\1 --text-length 16 ",
     r"(factscope trace) (?!.*--samples)": r"\1 --samples 2 ",
@@ -162,6 +164,17 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
     monkeypatch.setattr(factscope.lm.load, "model_folder", model_folder)
     monkeypatch.setenv("FACTSCOPE_DATA", str(prepared / "data"))
+    # Each figure is drawn once; files in further formats are dummies.
+    savefig, drawn = Figure.savefig, weakref.WeakSet[Figure]()
+
+    def draw_once(figure: Figure, file: Any, **options: Any) -> None:
+        if figure in drawn:
+            file.write(b"figure")
+        else:
+            drawn.add(figure)
+            savefig(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", draw_once)
     # An edit that suits a trained model breaks a random one.
     monkeypatch.setattr(EditChecks, "raise_if_unsafe", lambda checks: None)
     mpl.rcParams["figure.max_open_warning"] = 0

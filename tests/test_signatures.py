@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from jaxtyping import Float, TypeCheckError, jaxtyped
-from torch import Tensor, nn
+from torch import Tensor
 
-from factscope.lm.hooks import hook_outputs
+from factscope.progress import NestedProgress, no_progress
 
 from signatures import checked
 
@@ -35,8 +35,6 @@ def test_every_definition_is_checked_and_has_its_own_body():
 
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_nested_functions_of_the_package_are_checked_every_time(time: str):
-    layer = nn.Linear(2, 2)
-    with hook_outputs((layer, lambda out: out)):
-        [hook] = layer._forward_hooks.values()
-        with pytest.raises(TypeCheckError, match=r"parameters of .*hook_outputs.*hook"):
-            hook(f"not a module, the {time} time", (), torch.ones(2))
+    advance = NestedProgress(no_progress).within(0.0, 1.0)
+    with pytest.raises(TypeCheckError, match=r"parameters of .*within.*advance"):
+        advance(f"not a number, the {time} time")  # pyright: ignore

@@ -113,12 +113,13 @@ def gap(edit: Edit, wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fast_method_equals_the_reference(worded: LM, kind: str) -> None:
     settings, near = KINDS[kind], NOISE.get((worded.name, kind), 1e-4)
+    facts = FACTS if kind == "ft, stops early" else FACTS[:2]  # at different steps
     before = {name: weight.clone() for name, weight in worded.model.named_parameters()}
-    edits = settings.each(worded, FACTS)
-    for fact, edit in zip(FACTS, edits, strict=True):
+    edits = settings.each(worded, facts)
+    for fact, edit in zip(facts, edits, strict=True):
         assert edit.facts == (fact,)
         assert gap(edit, reference_finetune(worded, [fact], settings)) < near
-    assert gap(settings(worded, FACTS), reference_finetune(worded, FACTS, settings)) < near
+    assert gap(settings(worded, facts), reference_finetune(worded, facts, settings)) < near
     for name, weight in worded.model.named_parameters():
         assert torch.equal(weight, before[name])
         assert weight.grad is None

@@ -26,6 +26,7 @@ def browser(downloads: Path, width: int = 1280, height: int = 900) -> Iterator[C
     options.add_experimental_option(
         "prefs", {"download.default_directory": str(downloads), "download.prompt_for_download": 0}
     )
+    options.page_load_strategy = "eager"  # tests wait for what they need
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chrome = Chrome(options=options, service=Service(driver))
     try:

@@ -30,7 +30,8 @@ class Page:
         browser.get("about:blank")
         self._resize(900)
         self.dark(width == "phone")
-        self.open("")
+        browser.get(address)
+        self.wait()
 
     def _resize(self, height: int) -> None:
         size = {"width": WIDTHS[self.width], "height": height, "deviceScaleFactor": 1}
@@ -75,7 +76,7 @@ class Page:
         end = time.monotonic() + self.patience
         while not condition():
             assert time.monotonic() < end, self.find("body").text
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def click(self, selector: str) -> None:
         """Click an element; again if the page has replaced it by a new one in the meantime."""

@@ -403,8 +403,8 @@ def test_the_edit_of_an_interrupted_batch_is_not_computed_again(
 
 
 def go(model: Path, folder: Path) -> None:
-    """Run 120 cases, or resume the run."""
-    run = run_of(model, folder.parent, cases=120)
+    """Run 60 cases, or resume the run."""
+    run = run_of(model, folder.parent, cases=60)
     evaluated(run, load(str(model), device="cpu"), folder)
 
 
@@ -412,20 +412,20 @@ def test_a_run_killed_five_times_equals_an_uninterrupted_one(model: Path, tmp_pa
     records, draw = tmp_path / "run" / "records.jsonl", random.Random(2)
     for kill in range(5):
         process = start_process(go, model, tmp_path / "run")
-        aim = 12 * kill + draw.randrange(1, 12)
+        aim = 6 * kill + draw.randrange(1, 6)
         while process.is_alive() and _lines(records) < aim:
             time.sleep(0.005)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        assert _lines(records) < 120
+        assert _lines(records) < 60
     last = start_process(go, model, tmp_path / "run")
     last.join()
     assert last.exitcode == 0
     go(model, tmp_path / "whole")
     killed, whole = (RunFolder.open(tmp_path / name).case_records() for name in ("run", "whole"))
     assert killed == whole
-    assert len(whole) == 120
+    assert len(whole) == 60
 
 
 def _lines(path: Path) -> int:

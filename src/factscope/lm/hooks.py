@@ -6,6 +6,7 @@ output.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,16 +55,16 @@ def hook_outputs(
 
     If a module returns a tuple, as some families' blocks do, the function gets its first item.
     """
-
-    def hook_for(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if not isinstance(output, tuple):
-                return function(output)
-            changed = function(output[0])
-            return None if changed is None else (changed, *output[1:])
-
-        return hook
-
     return _removed_at_exit(
-        module.register_forward_hook(hook_for(function)) for module, function in pairs
+        module.register_forward_hook(partial(_replace_output, function))
+        for module, function in pairs
     )
+
+
+def _replace_output(
+    function: Callable[[Tensor], Tensor | None], module: nn.Module, args: Any, output: Any
+) -> Any:
+    if not isinstance(output, tuple):
+        return function(output)
+    changed = function(output[0])
+    return None if changed is None else (changed, *output[1:])

@@ -4,7 +4,8 @@ It works like the paper's code: one fact at a time; every pass samples the noise
 full model. Tests check that the engine gives the same numbers; benchmarks measure its speedup.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from factscope.tracing.settings import Tracing
 from factscope.tracing.trace import CleanAnswer
 
 Hook = tuple[nn.Module, Callable[[Tensor], Tensor | None]]
+CallHook = tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]]
 
 
 class ReferenceTrace:
@@ -63,8 +65,7 @@ class ReferenceTrace:
 
     def severed(self, module: str, token: int, layer: int) -> float:
         """The metric with one state put in and a module frozen at its outputs in the base run."""
-        frozen = forward(self.lm, self.ids, keep=("attn", "mlp"), embed=self._corrupt_embeddings(0))
-        outputs = frozen.contributions[module]
+        outputs = self._outputs(module)
         tokens = slice(None) if self.settings.freeze_at == "all" else slice(token, token + 1)
 
         def freeze(layer: int) -> Callable[[Tensor], None]:
@@ -86,8 +87,12 @@ class ReferenceTrace:
             heads = args[0].view(*self.ids.shape, self.lm.n_heads, -1)
             heads[self.base, token, head] = heads[self.source, token, head]
 
-        with hook_calls((self.lm.contribution("attn", layer), put)):
-            return self._score([])
+        return self._score([], [(self.lm.contribution("attn", layer), put)])
+
+    def _outputs(self, module: str) -> list[Tensor]:
+        """The outputs of a module in each layer, without an intervention."""
+        run = forward(self.lm, self.ids, keep=(module,), embed=self._corrupt_embeddings(0))
+        return run.contributions[module]
 
     def _restore(self, kind: str, token: int, layer: int) -> list[Hook]:
         def put(out: Tensor) -> None:
@@ -114,9 +119,12 @@ class ReferenceTrace:
         return corrupt
 
     @torch.no_grad()
-    def _logits(self, hooks: list[Hook], draw: int = 0) -> Tensor:
+    def _logits(
+        self, hooks: Sequence[Hook], calls: Sequence[CallHook] = (), draw: int = 0
+    ) -> Tensor:
         """The logits that predict the answer: (row, token of the answer, vocabulary)."""
-        with hook_outputs((self.lm.embed, self._corrupt_embeddings(draw)), *hooks):
+        corrupt = (self.lm.embed, self._corrupt_embeddings(draw))
+        with hook_outputs(corrupt, *hooks), hook_calls(*calls):
             logits = self.lm.model(self.ids).logits
         return logits[:, self.length - 1 :].float()
 
@@ -137,7 +145,7 @@ class ReferenceTrace:
         clean = self.clean_logits.log_softmax(-1)
         return torch.stack([(clean.exp() * (clean - x.log_softmax(-1))).sum() for x in first])
 
-    def _score(self, hooks: list[Hook], draw: int = 0) -> float:
+    def _score(self, hooks: Sequence[Hook], calls: Sequence[CallHook] = (), draw: int = 0) -> float:
         """The metric's mean over the base rows."""
-        values = self._metrics(self._logits(hooks, draw), self.settings.metric)
+        values = self._metrics(self._logits(hooks, calls, draw), self.settings.metric)
         return values[list(self.base)].mean().item()
