@@ -61,6 +61,7 @@ def test_attribution_figure_has_every_cell_and_the_recall() -> None:
     assert "3 facts" in figure.get_suptitle()
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_attribution_in_the_report_of_a_run_and_in_the_terminal(tmp_path: Path) -> None:
     records = [estimated(seed) for seed in range(2)]
     files = {path.name for path in write_trace_report(records, tmp_path)}

@@ -214,6 +214,7 @@ def test_evaluation_report_returns_all_files_it_writes(tmp_path: Path):
         write_evaluation_report([], tmp_path)
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_evaluation_report_of_zsre_and_custom_data(tmp_path: Path):
     right = CaseScores(token_correct=dict.fromkeys(KINDS, (True, False)))
     zsre = [case(i, data="zsre", before=right, after=right) for i in range(2)]
@@ -229,6 +230,7 @@ def test_evaluation_report_of_zsre_and_custom_data(tmp_path: Path):
     assert "my own, gpt2-xl" in written[0].read_text("utf-8")
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_published_rows_can_be_omitted(tmp_path: Path):
     paths = write_evaluation_report(RECORDS, tmp_path, include_published=False)
     assert all("published" not in path.read_text("utf-8") for path in paths[:4])
@@ -329,6 +331,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     return a_run(tmp_path / "one", rome), a_run(tmp_path / "two", ft)
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_report_over_two_evaluations(factscope: Run, runs: tuple[Path, Path], tmp_path: Path):
     result = factscope("report", *runs, "--out", tmp_path / "both", "--cases", "0, 2")
     assert result.code == 0, result.err
@@ -341,6 +344,7 @@ def test_report_over_two_evaluations(factscope: Run, runs: tuple[Path, Path], tm
     assert "case 1," not in page
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_report_over_evaluations_as_json(factscope: Run, runs: tuple[Path, Path]):
     result = factscope("report", runs[0], "--json")
     assert result.code == 0, result.err
@@ -352,6 +356,7 @@ def test_report_over_evaluations_as_json(factscope: Run, runs: tuple[Path, Path]
     assert rome["metrics"]["ES"] == {"mean": 1.0, "half_width": 0.0, "n": 3}
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_report_distinguishes_runs_of_one_method(factscope: Run, tmp_path: Path):
     words = [a_run(tmp_path / name, [case(), case(1)]) for name in ("early", "late")]
     result = factscope("report", *words, "-o", tmp_path / "both")
