@@ -66,6 +66,8 @@ NAMED: dict[str, Any] = {"before": BEFORE, "default": Rome(), "paper": PAPER_ROM
                          "memit": Memit()}  # fmt: skip
 PROTECT = "protect"
 """A setting of this script only: α of C + α E[k kᵀ] over last subject tokens."""
+FACTS_NORM = "search.unit=fact+search.lr=0.5+search.lr_form=paper"
+"""‖v₀‖ as the unit, and an absolute learning rate."""
 NEIGHBOURS = {
     name: f"method=default+{settings}"
     for name, settings in {
@@ -91,13 +93,15 @@ NEIGHBOURS = {
             }.items()
         },
         "lr 0.25, layer 2": "search.lr=0.25+layer=2",
+        "fact's norm": FACTS_NORM,
+        "fact's norm, clamp 3": f"{FACTS_NORM}+search.clamp=3.0",
     }.items()
 }
 """Variants of the default that might spare neighbours."""
 VARIANTS: dict[str, str] = {
     "two keys": "",
     "40 steps": "search.steps=40",
-    "two keys, fact's norm": "search.unit=fact+search.lr=0.5+search.lr_form=paper",
+    "two keys, fact's norm": FACTS_NORM,
     "30 steps": "search.steps=30",
     "25 steps": "search.steps=25",
     "retry": "search.retry=True",

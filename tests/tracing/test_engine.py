@@ -1,7 +1,7 @@
 """The main test of the project: the engine equals one hooked forward pass a cell.
 
-The tiny models spend their time on calls, not on arithmetic, so many cells of the reference run as
-one batch; a test checks that this equals one pass a cell.
+For speed, many cells of the reference run as one batch; a test checks that this equals one pass a
+cell.
 """
 
 from collections.abc import Callable, Sequence

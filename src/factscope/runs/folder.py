@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -207,12 +208,12 @@ class RunFolder:
             )  # fmt: skip
 
 
-class Run:
+class Run(ABC):
     """A run: what identifies it, and the folder that it writes to."""
 
+    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """What identifies the run, for spec.toml."""
-        raise NotImplementedError
 
     def create_or_open(self, lm: "LM", path: str | Path) -> RunFolder:
         """Create the run's folder, or open it to resume."""

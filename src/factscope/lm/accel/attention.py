@@ -39,8 +39,8 @@ class Use:
     called: bool = False
 
 
-_uses: list[Use] = []
-"""Those of the `suffix_attention` that is active, if one is."""
+_active: list[Use] = []
+"""The active `suffix_attention` contexts."""
 
 
 @contextmanager
@@ -52,16 +52,16 @@ def suffix_attention(device: torch.device) -> Iterator[Use]:
         yield use
         return
     with with_attention(lambda default: _suffix_attention(default, use)):
-        _uses.append(use)
+        _active.append(use)
         try:
             yield use
         finally:
-            _uses.pop()
+            _active.pop()
 
 
 def splits_past() -> bool:
     """Whether attention gets the past's keys and values apart from the new ones."""
-    return bool(_uses)
+    return bool(_active)
 
 
 def supports_suffix_attention(

@@ -68,7 +68,8 @@ def accelerated(
 
 
 def _fast_attention(lm: "LM", probe: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
-    if probe is None or lm.dtype == torch.float32:
+    one_device = next(lm.blocks[-1].parameters()).device == lm.device  # kernels run on one
+    if probe is None or lm.dtype == torch.float32 or not one_device:
         return nullcontext()
     slots = probe().shape[1]
     right = slots <= MAX_SLOTS and supports_suffix_attention(
