@@ -9,6 +9,7 @@ model with random weights:
 
     trace      one fact of 12 tokens, 10 samples, all three kinds
     replace    the same by token replacement
+    traces     16 such facts by token replacement, in one batch
     edit       one ROME edit after others of its shape: 21 contexts, 20 steps, checks included
     lengths    the same for facts of various lengths, ten after ten others (median of one round)
     edits      32 ROME edits in one batch
@@ -58,6 +59,8 @@ PARTS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     ),
     "splitting kernel": ([(matmul, "_fused", lambda device, columns: False)],
                          ("trace", "edit", "edits", "evaluate")),
+    "padded head": ([(linear, "padded_linear", lambda weight, bias: None)],
+                    ("trace", "replace", "traces")),
     "suffix attention": ([(attention, "has_kernels", lambda device: False)],
                          ("trace", "edit", "edits")),
     "captured steps": ([(search, "CudaGraph", Eager)], ("edit", "edits")),
@@ -89,15 +92,16 @@ def workloads(
     lm, rome, facts = prepared(argparse.Namespace(**{**vars(args), "facts": 32}), dtype)
     noise = Tracing(corruption=Corruption(samples=10))
     tokens = Tracing(corruption=Corruption(distribution="tokens"))
-    [answer] = random_prompts(lm, [(12, SUBJECT)])
+    answers = random_prompts(lm, [(12, SUBJECT)] * 16)
     cases = cases_of(argparse.Namespace(model=None, cases=8))
     evaluation = Evaluation(
         lm=lm, editor=rome, data="bench", method="rome", scoring=ScoringOptions(length=100)
     )
     mend = learned(lm, Mend)
 
-    def trace(settings: Tracing) -> object:
-        return trace_batch(lm, [answer], settings, NoiseScale(sigma=0.02), Budget.of(lm, None))
+    def trace(settings: Tracing, facts: int = 1) -> object:
+        answered, scale = answers[:facts], NoiseScale(sigma=0.02)
+        return trace_batch(lm, answered, settings, scale, Budget.of(lm, None))
 
     def median(function: Callable[[], object], warm_up: int = 3) -> float:
         for _ in range(warm_up):  # the third edit of a shape is the first that replays every pass
@@ -111,6 +115,7 @@ def workloads(
     return lm, {
         "trace": lambda: median(lambda: trace(noise)),
         "replace": lambda: median(lambda: trace(tokens)),
+        "traces": lambda: median(lambda: trace(tokens, facts=16)),
         "edit": lambda: median(lambda: rome.attempt(lm, facts[:1])),
         "lengths": lengths,
         "edits": lambda: median(lambda: rome.attempt(lm, facts), warm_up=1),

@@ -136,6 +136,20 @@ def test_the_head_can_be_replaced() -> None:
     assert torch.equal(lm.head(states), own)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_half_precision_layer_of_odd_width_is_padded(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_on_gpu", lambda weight: True)
+    layer = torch.nn.Linear(16, 13, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(2, 3, 16, dtype=torch.bfloat16)
+    expected = layer(x)
+    [(module, forward)] = linear.fast_forwards(layer).items()
+    assert module is layer
+    torch.testing.assert_close(forward(x), expected)
+    assert linear.fast_forwards(torch.nn.Linear(16, 24, dtype=torch.bfloat16)) == {}
+
+
 def test_only_one_block_has_copies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = tiny("gpt2")
     monkeypatch.setattr(linear, "_on_gpu", lambda weight: True)

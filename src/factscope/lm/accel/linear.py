@@ -1,8 +1,9 @@
 """Fast linear layers: blocks whose matrix products and GELU run faster, with the same results.
 
 While `fast_blocks` is active, float32 weights on a GPU are multiplied on half-precision tensor
-cores (see `matmul`), GPT-2's transposed weights are stored the other way round, and GELU that older
-model code writes as eight small operations is torch's fused function (also on a CPU).
+cores (see `matmul`), GPT-2's transposed weights are stored the other way round, half-precision
+weights of an odd width (GPT-2's vocabulary of 50,257) are padded, and GELU that older model code
+writes as eight small operations is torch's fused function (also on a CPU).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.lm.accel.matmul import half_matmul, split_matmul, supports_mixed
+from factscope.lm.accel.matmul import ALIGN, half_matmul, split_matmul, supports_mixed
 
 UNFUSED_GELU = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 """Modules of transformers that write the tanh form of GELU in single operations."""
@@ -129,7 +131,21 @@ def _fast_forward(module: Any, split: bool) -> Callable[[Tensor], Tensor] | None
     if kind == "Conv1D":
         transposed = weight.T.contiguous()
         return lambda x: nn.functional.linear(x, transposed, module.bias)
-    return None
+    return None if weight.dtype == torch.float32 else padded_linear(module.weight, module.bias)
+
+
+def padded_linear(
+    weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None
+) -> Callable[[Tensor], Tensor] | None:
+    """x ↦ x Wᵀ + b with zeros up to an aligned width, for which kernels are several times as fast;
+    None if the width is aligned already."""
+    width = len(weight)
+    if width % ALIGN == 0:
+        return None
+    more = -width % ALIGN
+    weight = nn.functional.pad(weight, (0, 0, 0, more))
+    bias = None if bias is None else nn.functional.pad(bias, (0, more))
+    return lambda x: nn.functional.linear(x, weight, bias)[..., :width]
 
 
 def _on_gpu(weight: Tensor) -> bool:

@@ -14,7 +14,7 @@ from factscope.lm.accel.attention import (
 )
 from factscope.lm.accel.device import on_gpu
 from factscope.lm.accel.graphs import captured, copied
-from factscope.lm.accel.linear import fast_blocks_in_turn, replaced, splits_float32
+from factscope.lm.accel.linear import fast_blocks_in_turn, fast_forwards, replaced, splits_float32
 from factscope.lm.accel.model_cache import model_cache
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def accelerated(
     """function(*inputs), a computation without gradients through the model's blocks.
 
     Large batches (at least `MIN_BATCH` rows or facts; None counts as large) run with fast linear
-    layers, built for one block at a time. Small ones with a `key` are captured as a CUDA graph at
-    the second call; what differs between calls of one key must be among the inputs, and the next
-    call overwrites the result unless `copy` is set. In float32 they use the fast layers that are
-    cached on the model. Those of the blocks `needed_again` are built at the first call, those of
-    all blocks at the second.
+    layers, built for one block at a time, in half precision for the head too. Small ones with a
+    `key` are captured as a CUDA graph at the second call; what differs between calls of one key
+    must be among the inputs, and the next call overwrites the result unless `copy` is set. In
+    float32 they use the fast layers that are cached on the model. Those of the blocks
+    `needed_again` are built at the first call, those of all blocks at the second.
 
     In half precision, large batches also use suffix attention, if it does not change `probe()`: one
     block's output.
@@ -58,13 +58,19 @@ def accelerated(
         with fast_blocks_in_turn(lm.blocks) if batch is None else nullcontext():
             return function(*inputs)
     if batch is None or batch >= MIN_BATCH:
-        with fast_blocks_in_turn(lm.blocks), _fast_attention(lm, probe):
+        with fast_blocks_in_turn(lm.blocks), _fast_head(lm), _fast_attention(lm, probe):
             result = function(*inputs)
         return result if _finite(lm, result, check) else function(*inputs)
     if key is None:
         return function(*inputs)
     result = _captured(lm, function, inputs, key, needed_again, check)
     return copied(result) if copy else result
+
+
+def _fast_head(lm: "LM") -> AbstractContextManager[Any]:
+    if lm.dtype == torch.float32:
+        return nullcontext()
+    return replaced(fast_forwards(lm.model.get_output_embeddings()))
 
 
 def _fast_attention(lm: "LM", probe: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
