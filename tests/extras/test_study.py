@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 from factscope.analysis.preferences import preferences
 from factscope.errors import BadStudy
@@ -375,7 +377,9 @@ def wait_for(path: Path) -> None:
 
 
 def shown(chrome: Chrome, name: str) -> str:
-    return chrome.find_element(By.ID, name).text
+    """The text of an element, once there is one: a reload may return before the page is drawn."""
+    wait = WebDriverWait(chrome, 60, 0.05, [NoSuchElementException, StaleElementReferenceException])
+    return str(wait.until(lambda _: chrome.find_element(By.ID, name).text))
 
 
 def press(chrome: Chrome, *keys: str) -> None:
@@ -455,6 +459,6 @@ def test_order_and_sides_differ_between_raters(tmp_path: Path) -> None:
             lefts += state["left"].values()
         chrome.execute_script(f"localStorage.setItem('factscope-study-{study.id}', '{{broken')")
         chrome.refresh()
-        assert chrome.find_element(By.ID, "rater").is_displayed()
+        assert "Which text is better?" in shown(chrome, "intro")
     assert len(orders) == 3
     assert set(lefts) == {0, 1}
