@@ -3,7 +3,7 @@ it stores the facts that it knows: the tables of docs/results.md for several mod
 
     python bench/calibration.py --model MODEL --data counterfact.json.gz --text wikipedia.txt.gz \
         --known known_1000.json.gz --minutes 5 --out OUT
-    python bench/calibration.py --show OUT1 OUT2 OUT3
+    python bench/calibration.py --show OUT1 OUT2 OUT3 --figure models.png
 
 The first command runs these stages, or some of them with `--stage`:
 
@@ -12,13 +12,13 @@ The first command runs these stages, or some of them with `--stage`:
     evaluate   ROME, MEMIT (ten facts at once) and FT+L on 200 later records, with the defaults and
                calibrated; both with the same statistics
     auto       ROME at the layer that a causal trace of each record's true object finds
-               (`--layer auto`) against the calibrated layer, on the same records; those without a
-               clear layer are counted and left out
+               (`--layer auto`) against the calibrated and the default layer, on the same records;
+               those without a clear layer are counted and left out
 
 OUT gets run folders, which `factscope report` reads. Every stage resumes from them, so it can be
 cut at any time and run again. The second command, which needs no model, prints the tables of all
-models in Markdown from what is there. The stages `evaluate` and `auto` only need
-OUT/calibration/calibration.json of the stage before.
+models in Markdown from what is there, and draws the traces. The stages `evaluate` and `auto` only
+need OUT/calibration/calibration.json of the stage before.
 """
 
 import argparse
@@ -196,6 +196,30 @@ def show(folders: Sequence[Path]) -> None:
             print(as_markdown(found))
 
 
+def draw(folders: Sequence[Path], path: Path) -> None:
+    """Draw the average effects of each model by depth, as fractions of its total effect."""
+    from matplotlib.figure import Figure
+
+    names = {"states": "one state", "mlp": "MLP outputs", "attn": "attention outputs"}
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True)
+    for i, folder in enumerate(folders):
+        model = read_json(folder / MODEL)["model"]
+        averages = average_kinds(list(read_trace_records(folder / TRACES / "records.jsonl")))
+        for ax, (kind, name) in zip(panels, names.items(), strict=True):
+            effects = averages[kind]
+            depth = (np.arange(effects.layers) + 0.5) / effects.layers
+            for role, line in ((LAST_SUBJECT, "-"), (LAST, "--")):
+                row, total = effects.row(role), effects.total.mean
+                low, high = row.mean - row.half_width, row.mean + row.half_width
+                ax.plot(depth, row.mean / total, line, color=f"C{i}", label=f"{model}, {role}")
+                ax.fill_between(depth, low / total, high / total, color=f"C{i}", alpha=0.15, lw=0)
+            ax.set(title=f"{name} restored", xlabel="depth of the layer / number of layers")
+    panels[0].set_ylabel("average indirect / total effect")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=150, metadata={"Software": ""})
+
+
 def percent(value: Estimate) -> str:
     width = "" if math.isnan(value.half_width) else f" ± {100 * value.half_width:.1f}"
     return f"{100 * value.mean:.1f}{width}"
@@ -267,7 +291,10 @@ def calibrations_table(models: Mapping[str, Path]) -> Table:
             continue
         found = load_calibration(file)
         evidence = found.evidence
-        best = "; ".join(f"{n} facts: {METHODS[x]}" for n, x in evidence.get("best", {}).items())
+        best = "; ".join(
+            f"{n} {'fact' if int(n) == 1 else 'facts'}: {METHODS[x]}"
+            for n, x in evidence.get("best", {}).items()
+        )
         moved = {
             x["layer"]: f"layer {x['layer']}: {x['tokens']:,} tokens, {100 * last:.1f} %"
             for x in evidence["statistics"]
@@ -288,29 +315,29 @@ def calibrations_table(models: Mapping[str, Path]) -> Table:
 
 
 def auto_table(models: Mapping[str, Path]) -> Table:
-    """The layer by trace against the calibrated layer, on the facts that both edit."""
+    """The layer by trace against the calibrated and the default layer, on the same facts."""
     rows = []
     for model, folder in models.items():
-        auto, fixed = (records_of(folder, "rome", label) for label in ("auto", "calibrated"))
-        by_fact = {r.fact: r.after for r in fixed if r.after is not None}
-        pairs = [(a.after, by_fact[a.fact]) for a in auto if a.after and a.fact in by_fact]
-        if not pairs:
-            rows += [(model, "auto", *[""] * 4, 0, len(auto))] if auto else []
-            continue
-        layer = load_calibration(folder / CALIBRATION / FILE).settings["rome"]["layer"]
-        columns = list(zip(*pairs, strict=True))
-        for label, scores in zip(("auto", f"layer {layer}"), columns, strict=True):
-            rows.append((model, label, *score_cells(scores), len(pairs), len(auto)))
-            model = ""
-        differences = [paired_S(pairs)]
-        differences += [
-            estimate([METRICS[name](a) - METRICS[name](b) for a, b in pairs])
-            for name in SUCCESS_RATES
-        ]
-        rows.append(("", "auto minus fixed", *map(percent, differences), len(pairs), ""))
-    columns = ("model", "layer", "S", *SUCCESS_RATES, "edited both ways", "records")
+        records = records_of(folder, "rome", "auto")
+        auto = {r.fact: r.after for r in records if r.after is not None}
+        if records:
+            rows.append((model, "auto", *score_cells(list(auto.values())), len(auto), len(records)))
+        for label in reversed(SETTINGS):
+            fixed = {r.fact: r.after for r in records_of(folder, "rome", label)}
+            pairs = [(after, other) for x, after in auto.items() if (other := fixed.get(x))]
+            if not pairs:
+                continue
+            differences = [paired_S(pairs)]
+            differences += [
+                estimate([METRICS[name](a) - METRICS[name](b) for a, b in pairs])
+                for name in SUCCESS_RATES
+            ]
+            scores = score_cells([b for _, b in pairs])
+            rows.append(("", label, *scores, len(pairs), ""))
+            rows.append(("", f"auto minus {label}", *map(percent, differences), len(pairs), ""))
+    columns = ("model", "layer", "S", *SUCCESS_RATES, "edited", "records")
     note = "95 % intervals; those of differences are of paired differences, of S by bootstrap."
-    return Table("Layer by trace against calibrated layer", columns, tuple(rows), note)
+    return Table("Layer by trace against a fixed layer", columns, tuple(rows), note)
 
 
 def paired_S(pairs: Sequence[tuple[CaseScores, CaseScores]]) -> Estimate:
@@ -333,6 +360,7 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--show", type=Path, nargs="+", metavar="OUT", help="print the tables")
+    parser.add_argument("--figure", type=Path, help="with --show, draw the traces too")
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
@@ -349,6 +377,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     if options.show:
         show(options.show)
+        if options.figure:
+            draw(options.show, options.figure)
         return
     if None in (options.model, options.data, options.out):
         parser.error("give --model, --data and --out, or --show")

@@ -206,7 +206,8 @@ class Rome(PrefixSettings, Editor):
     layer: Layer = None
     """Layer whose MLP output weight is edited: an index, None for the model's default, or "auto"
     for the layer that a causal trace of the fact's old object finds (of several facts in one edit,
-    the median); a fact without a clear effect is refused."""
+    the median); a fact without a clear effect is refused. It does not edit better than the
+    default layer."""
     token: EditToken = "subject-last"
     """Token at which the fact is written."""
     prefix_lengths: PrefixLengths = ((5, 10), (10, 10))

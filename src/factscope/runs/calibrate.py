@@ -431,8 +431,9 @@ class _Search:
         usual = self.facts_per_edit(method)
         together = facts_per_edit or usual
         name = trial_name(method, settings)
-        label = "" if together == usual else f"{together} facts at once, "
+        label = ""
         if together != usual:
+            label = "one fact at a time, " if together == 1 else f"{together} facts at once, "
             name = f"{name},facts-{together}"
         folder = self.folder.path / part / name
         editor, error, started = editor_with(method, settings), None, self.clock()
