@@ -74,7 +74,7 @@ DEV := -c constraints.txt -e ".[dev]"
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	{ $(BIN)/python -m pip install -q uv && $(BIN)/uv pip install -q --python $(BIN)/python $(DEV); } \
+	{ $(BIN)/python -m pip install -q uv && $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python $(DEV); } \
 	|| $(BIN)/python -m pip install -q $(DEV)
 	touch $(READY)
 

@@ -1,11 +1,18 @@
 """Fixtures: tiny models of every family, and the default model for the few tests that need it."""
 
+# ruff: noqa: E402 (what must be set before the package is imported stands first)
 import os
 
 # Kernels run in triton's interpreter, on a CPU; `make test-gpu` sets 0. triton reads it on import.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Ray runs its workers with a low priority: next to other tests they would take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+import jaxtyping
+
+from signatures import shapes_checked
+
+jaxtyping.jaxtyped = shapes_checked  # before the package is imported
 
 import pytest
 

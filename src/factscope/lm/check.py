@@ -251,6 +251,6 @@ def likelihood(lm: LM) -> Likelihood:
     )
 
 
-def _before(lengths: Int[Tensor, " row"], width: int) -> Int[Tensor, "row {width}"]:
+def _before(lengths: Int[Tensor, " row"], width: int) -> Int[Tensor, "row width"]:
     """1 for the first positions of each row, up to its length."""
     return (torch.arange(width, device=lengths.device) < lengths[:, None]).long()
