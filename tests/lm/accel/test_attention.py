@@ -53,6 +53,27 @@ def test_the_kernel_equals_torch(
         assert (x - y).abs().max().item() < 3 * tolerance * y.abs().max().item()
 
 
+def test_the_kernel_reads_rows_beyond_32_bit_offsets() -> None:
+    """Rows 2³⁰ elements apart, as in the largest batches of a GPU; only the rows are in memory."""
+    generator = torch.Generator().manual_seed(0)
+    rows, slots, dim, stride = 3, 2, 16, 2**30
+    apart = torch.empty((rows - 1) * stride + slots * dim, dtype=torch.half)
+    query = apart.as_strided((rows, 1, slots, dim), (stride, slots * dim, dim, 1))
+    query.copy_(torch.randn(query.shape, generator=generator))
+    assert int(query[2, 0, 0].data_ptr() - query.data_ptr()) == 2**31 * query.itemsize
+    close = query.clone(memory_format=torch.contiguous_format)
+    past = torch.empty(rows, 1, 0, dim, dtype=torch.half)
+    bias = torch.zeros(rows, 1, slots, slots)
+    found, expected = (
+        suffix_attention(x.requires_grad_(), x, x, past, past, bias, 0.3) for x in (query, close)
+    )
+    assert torch.equal(found, expected)
+    ours, theirs = (
+        torch.autograd.grad(result.sum(), x) for result, x in ((found, query), (expected, close))
+    )
+    assert torch.equal(ours[0], theirs[0])
+
+
 def objective_of(lm: LM, facts: list[Fact]) -> ValueObjective:
     requests = [edit_request(lm, fact, PREFIXES[:1]) for fact in facts]
     prepared, _, _ = prepare_search(lm, requests, 0, "mlp", "subject-last", FEW)

@@ -176,7 +176,8 @@ def _suffix_forward(
     out, log_sums, scale, heads, groups, slots, past_rows, past, dim,
     SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    row = (tl.program_id(0) // heads).to(tl.int64)  # tensors may have 2³¹ elements
+    head = tl.program_id(0) % heads
     key_head = head // groups
     q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
     k = _tile(key + row * k_row + key_head * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
@@ -221,7 +222,8 @@ def _suffix_backward(
     scale, heads, groups, slots, past_rows, past, dim,
     SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    row = (tl.program_id(0) // heads).to(tl.int64)  # tensors may have 2³¹ elements
+    head = tl.program_id(0) % heads
     key_head = head // groups
     q = _tile(query + row * q_row + head * q_head, 0, q_slot, slots, dim, SLOTS, DIM)
     k = _tile(key + row * k_row + key_head * k_head, 0, k_slot, slots, dim, SLOTS, DIM)
