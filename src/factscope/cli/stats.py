@@ -34,9 +34,11 @@ class CollectOptions(Options):
     """Layers, e.g. 5, 3-8 or 3,5,8. Repeatable."""
     text: Path | None = None
     """Text file, also .gz; a blank line separates articles. By default the data set wikipedia if
-    it is in the folder FACTSCOPE_DATA, or else text that the model generates."""
+    it is in the folder FACTSCOPE_DATA, or else the built-in text of about 400,000 tokens."""
     hf_dataset: str | None = None
     """Hugging Face data set, as NAME,CONFIG:SPLIT#COLUMN; needs the package datasets."""
+    generated: bool = False
+    """Text that the model generates: slower, and less varied than human text."""
     out: Annotated[Path | None, Flag(short="o")] = None
     """Folder, or .safetensors file; the user's cache if not given."""
     figure: Path | None = None
@@ -46,8 +48,8 @@ class CollectOptions(Options):
 
     def check(self) -> None:
         """Check the paths and combinations of flags before the model is loaded."""
-        if self.text is not None and self.hf_dataset is not None:
-            raise BadSetting("give --text or --hf-dataset, not both")
+        if (self.text is not None) + (self.hf_dataset is not None) + self.generated > 1:
+            raise BadSetting("give one of --text, --hf-dataset and --generated")
         if self.text is not None:
             from factscope.stats.text import check_text
 
@@ -86,10 +88,9 @@ def collect(options: CollectOptions) -> None:
 
     settings, lm = options.settings, options.model.load()
     text = options.text
-    if text is None and options.hf_dataset is None:
-        text = _default_text()
-        no_text = f"{lm.name} generates the text itself, which is less varied than human text"
-        note(f"No --text and no --hf-dataset: {no_text if text is None else f'text is {text}'}.")
+    if text is None and options.hf_dataset is None and not options.generated:
+        text, name = _default_text()
+        note(f"No --text, --hf-dataset or --generated: the text is {name}.")
     paths = options.paths(lm)
     moments = _collect(lm, options.layers, settings, paths, text, options.hf_dataset)
     can_stop = settings.convergence is not None or settings.movement is not None
@@ -171,12 +172,13 @@ def _check_replaceable(path: Path) -> None:
         ) from error
 
 
-def _default_text() -> Path | None:
-    """The data set wikipedia, if it is on this machine: human text gives a better C."""
+def _default_text() -> tuple[Path, str]:
+    """The data set wikipedia, if it is on this machine, or the built-in text; and its name."""
     from factscope.data.registry import find_local
+    from factscope.stats.text import BUILT_IN
 
     found = find_local("wikipedia")
-    return None if found is None else found.path
+    return (BUILT_IN, "the built-in text") if found is None else (found.path, str(found.path))
 
 
 def _collect(
@@ -310,8 +312,8 @@ def each_with_statistics(
 MAX_MOVEMENT = 0.1
 """Statistics of a calibration are enough once C⁻¹k moves by at most this when the text doubles."""
 MAX_TOKENS_PER_DIMENSION, KEPT_TOKENS_PER_DIMENSION = 200, 50
-"""A calibration reads at most the first number of tokens per dimension of a key. Statistics with
-the second number are kept even if their movement was not measured."""
+"""A calibration reads at most the first number of tokens per dimension of a key. Edits collect the
+second number, which a calibration keeps even if their movement was not measured."""
 
 
 def collect_statistics(
@@ -324,7 +326,6 @@ def collect_statistics(
     With facts, until the direction C⁻¹k in which they are written stops moving; `seconds` or the
     end of the text may come first. Statistics that may be too few for that count as missing.
     """
-    from factscope.stats.covariance import TOKENS_PER_DIMENSION
     from factscope.stats.second_moment import cached_path, find_second_moment
 
     width = lm.mlp_weight(0).shape[1]
@@ -349,20 +350,14 @@ def collect_statistics(
     if facts is not None:
         settings = StatsSettings(tokens=MAX_TOKENS_PER_DIMENSION * width, movement=MAX_MOVEMENT)
     else:
-        tokens = TOKENS_PER_DIMENSION * width
-        settings = StatsSettings(
-            tokens=tokens if text is None else max(tokens, StatsSettings().tokens)
-        )
+        settings = StatsSettings(tokens=KEPT_TOKENS_PER_DIMENSION * width)
     if text is None:
-        text = _default_text()
+        text, name = _default_text()
         amount = f"{settings.tokens:,}" if facts is None else f"up to {settings.tokens:,}"
-        source = (
-            "that the model generates, and cached. Human text is better: "
-            f"factscope stats --model {lm.name} --layers {listed} --text FILE"
-        )
         note(
             f"There are no statistics of layer {listed} of {lm.name} yet. They are collected now, "
-            f"once, from {amount} tokens {source if text is None else f'of {text}, and cached.'}",
+            f"once, from {amount} tokens of {name}, and cached. More text is better: "
+            f"factscope stats --model {lm.name} --layers {listed} --text FILE",
             style="yellow",
         )
     paths = [cached_path(lm, layer) for layer in missing]

@@ -2,7 +2,7 @@
 
 Documents are joined with the tokenizer's end-of-text token and cut into sequences of one length,
 so that no row needs padding. Each sequence starts with BOS where the tokenizer adds one or the
-family needs one.
+family needs one. `BUILT_IN` is a text that comes with the package.
 """
 
 import gzip
@@ -24,6 +24,8 @@ from factscope.progress import Progress
 from factscope.stats.second_moment import GENERATED
 from factscope.stats.settings import StatsSettings
 
+BUILT_IN = Path(__file__).parents[1] / "data" / "public_domain.txt.gz"
+"""About 400,000 tokens: countries, speeches and a novel (`bench/builtin_text.py`)."""
 SEQUENCE_LENGTH = 256
 """Default length: enough context for typical keys, small enough for any device."""
 MIN_REMAINDER = 16
