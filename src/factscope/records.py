@@ -318,6 +318,11 @@ class PromptChange:
     before: Prediction
     after: Prediction
 
+    @property
+    def top_changed(self) -> bool:
+        """Whether the edit changes the most likely next token."""
+        return self.before.top != self.after.top
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -345,8 +350,8 @@ class EditRecord(Record):
     """The fact's own prompt first, then paraphrases, then neighbours."""
     generations: tuple[Generation, ...] = ()
     checks: Mapping[str, Any] = field(default_factory=dict)
-    """Edit checks: measurements (None if not finite), `limits` and `complaints`; empty if the
-    edit was not checked."""
+    """Edit checks: measurements (None if not finite), `limits`, `complaints` and the `verdict`;
+    empty if the edit was not checked."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The editor's settings, defaults included."""
 

@@ -1,13 +1,18 @@
-"""A fact traced before and after an edit: the three traces, and the unedited model afterwards."""
+"""An edit before and after: its checks with the prompts of a case, and traces."""
 
 from dataclasses import replace
 
-from factscope.evaluation.before_after import trace_edit
-from factscope.facts import Fact
+from factscope.editing.edit import Edit
+from factscope.evaluation.before_after import before_after, trace_edit
+from factscope.evaluation.score import Query, score_queries
+from factscope.facts import Case, Fact
+from factscope.lm.generate import generate_greedy
+from factscope.lm.model import LM
+from factscope.lm.tokens import continuation_ids, encode_fact
 from factscope.tracing.settings import Corruption, Tracing
 from factscope.tracing.trace import trace
 
-from edits import assert_same, edit_of, low_rank, mlp, state_of
+from edits import PASSED, assert_same, edit_of, low_rank, mlp, state_of
 from families import tiny_text_lm
 
 FACT = Fact(subject="The Louvre", prompt="{} is in the city of")
@@ -40,6 +45,50 @@ def test_without_an_edit_of_the_subject_the_new_answer_is_the_prediction() -> No
         assert traces.after.answer == trace(lm, FACT, QUICK).answer
     assert traces.after.model == f"{lm.name} + edit"
     assert traces.old_after.answer == traces.before.answer == trace(lm, FACT, QUICK).answer
+
+
+PARAPHRASES = ("To see The Louvre, travel to", "The Louvre lies in", "One goes to The Louvre in")
+NEIGHBOURS = ("The Kremlin is in the city of", "The Nile is in", "Vienna is the city of")
+
+
+def _edit_towards(lm: LM, target: str, seed: int) -> Edit:
+    """An edit that makes one token likelier where the last MLP's key is on one side of a plane."""
+    prompt = encode_fact(lm, FACT)[0]
+    [token] = continuation_ids(lm, prompt, FACT.text, target)
+    change = low_rank(lm, mlp(lm, lm.n_layers - 1), seed=seed)
+    row = lm.model.get_output_embeddings().weight[token]
+    checks = replace(PASSED, taken=1.0, neighbours_changed=0.1)
+    changes = {mlp(lm, lm.n_layers - 1): replace(change, B=1000 * row[:, None] / row.norm())}
+    return edit_of(lm, changes, facts=(_edited(target),), checks=checks)
+
+
+def test_the_checks_count_the_paraphrases_and_neighbours_of_the_case() -> None:
+    lm, target = tiny_text_lm("qwen2", spread=0.2), "Paris"
+    queries = [Query(text, target, None) for text in PARAPHRASES]
+    before = generate_greedy(lm, NEIGHBOURS, 1)
+    counts = set()
+    for seed in range(8):
+        edit = _edit_towards(lm, target, seed)
+        with edit.applied(lm, force=True):
+            taken = [all(score.correct) for score in score_queries(lm, queries, [])]
+            after = generate_greedy(lm, NEIGHBOURS, 1)
+        changed = sum(x != y for x, y in zip(before, after, strict=True)) / 3
+        case = Case(fact=edit.facts[0], true="Oslo", paraphrases=PARAPHRASES, neighbours=NEIGHBOURS)
+        checks = before_after(lm, edit, case, generation_tokens=0).checks
+        assert checks["paraphrases_taken"] == sum(taken) / 3
+        assert checks["neighbours_changed"] == max(0.1, changed)
+        assert checks["verdict"].startswith("took") == (changed <= 0.25)
+        counts.add((sum(taken), changed > 0.1))
+        alone = before_after(lm, edit, replace(case, paraphrases=(), neighbours=()))
+        assert (alone.checks["paraphrases_taken"], alone.checks["verdict"]) == (None, "took")
+    assert len(counts) > 2
+
+
+def test_an_edit_without_checks_has_none_in_its_record() -> None:
+    lm = tiny_text_lm("qwen2", spread=0.2)
+    edit = replace(_edit_towards(lm, "Paris", 0), checks=None)
+    case = Case(fact=_edited("Paris"), true="Oslo", paraphrases=PARAPHRASES)
+    assert before_after(lm, edit, case, generation_tokens=0).checks == {}
 
 
 def _edited(target: str) -> Fact:

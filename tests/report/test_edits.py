@@ -17,7 +17,7 @@ from factscope.records import (
 )
 from factscope.report.edits import edit_page, trace_and_edit_page
 
-from edit_records import ODD, odd, record
+from edit_records import CHECKS, ODD, odd, record
 from pages import check_escaped, check_self_contained, check_well_formed
 
 # ---- records
@@ -61,7 +61,9 @@ def check_page(page: str) -> None:
 
 
 def test_edit_page_is_self_contained_and_escaped() -> None:
-    page = edit_page(record())
+    assert "The edit" not in edit_page(record())
+    page = edit_page(record(checks=CHECKS | {"verdict": "took"}))
+    assert "The edit took." in page
     check_page(page)
     assert '<span class="old">Paris</span> <mark>Rome</mark>' in page
     assert 'in <mark class="was">Paris</mark> is' in page

@@ -22,3 +22,14 @@ def test_failed_edit_checks_are_reported() -> None:
     broken = CHECKS | {"division_factor": 0.001, "update_norm": 3.0, "perplexity_growth": None}
     assert [check.passed for check in check_rows(broken)] == [False, False, False]
     assert len(list(check_rows(CHECKS | {"division_factor": None}))) == 2
+
+
+def test_checks_show_whether_the_edit_took_and_how_many_predictions_changed() -> None:
+    limits = CHECKS["limits"] | {"neighbours_changed": 0.25}
+    more = {"neighbours_changed": 0.5, "taken": 1.0, "paraphrases_taken": 0.5, "limits": limits}
+    rows = [(x.name, x.value, x.limit, x.passed) for x in check_rows(CHECKS | more)]
+    assert rows[-3:] == [
+        ("unrelated prompts that changed", "50 %", "at most 25 %", False),
+        ("new object most likely, prompt", "100 %", "100 %", True),
+        ("new object most likely, paraphrases", "50 %", "100 %", False),
+    ]

@@ -146,6 +146,12 @@ def test_checks_that_are_not_finite_are_printed() -> None:
     assert "not finite" in printed(terminal.checks_table(broken))
 
 
+def test_the_verdict_is_printed_before_the_checks() -> None:
+    text = printed(terminal.checks_table(CHECKS | {"verdict": "did not take"}))
+    assert text.startswith("The edit did not take.")
+    assert "The edit" not in printed(terminal.checks_table(CHECKS))
+
+
 def test_terminal_output_does_not_load_matplotlib() -> None:
     probe = "import sys, factscope.report.terminal; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", probe], check=True)

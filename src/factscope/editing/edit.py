@@ -170,6 +170,9 @@ class EditChecks:
     their prompt; None if not measured."""
     neighbours_changed: float | None = None
     """Fraction of unrelated prompts whose most likely next token changed; None if not measured."""
+    paraphrases_taken: float | None = None
+    """Fraction of the given paraphrases after which the new object is the most likely one; None
+    if there are none."""
 
     @property
     def perplexity_growth(self) -> float:
@@ -184,7 +187,8 @@ class EditChecks:
     @property
     def verdict(self) -> str:
         """How "The edit …" ends: "took", "did not take", "damaged others", "did not take and
-        damaged others" or "broke the model"; for several facts also "took for 3 % of its facts"."""
+        damaged others" or "broke the model"; also "took for 50 % of its facts", and "took, but only
+        in 50 % of its paraphrases"."""
         if self.broken:
             return "broke the model"
         if self.complaints():
@@ -193,7 +197,11 @@ class EditChecks:
             return "was not tried on its prompt"
         if 0 < self.taken < 1:
             return f"took for {100 * self.taken:.0f} % of its facts"
-        return "took" if self.taken else "did not take"
+        if not self.taken:
+            return "did not take"
+        if self.paraphrases_taken is not None and self.paraphrases_taken < 1:
+            return f"took, but only in {100 * self.paraphrases_taken:.0f} % of its paraphrases"
+        return "took"
 
     def complaints(self) -> list[str]:
         """One sentence for each limit that the edit breaks. A NaN breaks its limit."""

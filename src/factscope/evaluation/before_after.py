@@ -54,13 +54,14 @@ def before_after_each(
     """The same for several cases of one edit, scored together."""
     first_words = _first_words(lm, cases)
     prompts = [_prompts(case, first_words) for case in cases]
-    changes = iter(_score(lm, edit, list(chain(*prompts))))
+    changes, taken = _score(lm, edit, list(chain(*prompts)))
+    checks = describe_checks(_with_prompts(edit.checks, changes, taken))
     # A case without generation prompts continues its own prompt.
     texts = [tuple(dict.fromkeys(case.generations)) or (case.fact.text,) for case in cases]
     generations = iter(generate_before_after(lm, edit, list(chain(*texts)), generation_tokens))
-    records = []
+    records, remaining = [], iter(changes)
     for case, case_prompts, case_texts in zip(cases, prompts, texts, strict=True):
-        prompt_changes = tuple(islice(changes, len(case_prompts)))
+        prompt_changes = tuple(islice(remaining, len(case_prompts)))
         records.append(
             EditRecord(
                 fact=case.fact,
@@ -70,7 +71,7 @@ def before_after_each(
                 changed_weights=changed_weights(edit),
                 prompts=prompt_changes,
                 generations=tuple(islice(generations, len(case_texts))),
-                checks=describe_checks(edit.checks),
+                checks=checks,
                 settings=edit.settings,
             )
         )
@@ -114,7 +115,7 @@ def changed_weights(edit: Edit) -> tuple[ChangedWeight, ...]:
 
 
 def describe_checks(checks: EditChecks | None) -> dict[str, Any]:
-    """The edit checks as JSON values, with their limits and complaints."""
+    """The edit checks as JSON values, with their limits, complaints and verdict."""
     if checks is None:
         return {}
     values = checks.to_dict() | {"perplexity_growth": checks.perplexity_growth}
@@ -122,7 +123,25 @@ def describe_checks(checks: EditChecks | None) -> dict[str, Any]:
         name: None if isinstance(x, float) and not math.isfinite(x) else x
         for name, x in values.items()
     }
-    return finite | {"limits": asdict(CheckLimits()), "complaints": checks.complaints()}
+    words = {"complaints": checks.complaints(), "verdict": checks.verdict}
+    return finite | {"limits": asdict(CheckLimits())} | words
+
+
+def _with_prompts(
+    checks: EditChecks | None, changes: Sequence[PromptChange], taken: Sequence[bool]
+) -> EditChecks | None:
+    """The checks with the paraphrases and neighbours of the cases; if more of these neighbours
+    changed than of the unrelated prompts, their fraction counts."""
+    if checks is None:
+        return None
+    followed = [x for x, change in zip(taken, changes, strict=True) if change.kind == "paraphrase"]
+    changed = [change.top_changed for change in changes if change.kind == "neighbour"]
+    if followed:
+        checks = replace(checks, paraphrases_taken=sum(followed) / len(followed))
+    if changed:
+        most = max(checks.neighbours_changed or 0.0, sum(changed) / len(changed))
+        checks = replace(checks, neighbours_changed=most)
+    return checks
 
 
 # ---- the prompts of a case
@@ -164,15 +183,19 @@ def _first_words(lm: "LM", cases: Sequence[Case]) -> dict[str, str | None]:
     }
 
 
-def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChange]:
-    """The new and the old object after each prompt, without and with the edit."""
+def _score(
+    lm: "LM", edit: Edit, prompts: Sequence[_Prompt]
+) -> tuple[list[PromptChange], list[bool]]:
+    """The new and the old object after each prompt, without and with the edit; and whether the new
+    object is then the most likely one, token by token."""
     queries = [
         Query(prompt.text, target, which)
         for prompt in prompts
         for which in (None, 0)
         for target in (prompt.new, prompt.new if prompt.old is None else prompt.old)
     ]
-    scores = iter(score_queries(lm, queries, [edit]))
+    found = list(score_queries(lm, queries, [edit]))
+    scores, taken = iter(found), [all(score.correct) for score in found[2::4]]
 
     def predicted(old_known: bool, new: QueryScore, old: QueryScore) -> Prediction:
         return Prediction(
@@ -182,7 +205,7 @@ def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChang
             top_probability=new.top_probability,
         )
 
-    return [
+    changes = [
         PromptChange(
             **prompt._asdict(),
             before=predicted(prompt.old is not None, next(scores), next(scores)),
@@ -190,6 +213,7 @@ def _score(lm: "LM", edit: Edit, prompts: Sequence[_Prompt]) -> list[PromptChang
         )
         for prompt in prompts
     ]
+    return changes, taken
 
 
 # ---- traces

@@ -37,6 +37,7 @@ def edit_values(record: EditRecord) -> dict[str, Any]:
     neurons = neurons_figure(record) if has_neurons(record) else None
     return {
         "record": record,
+        "verdict": record.checks.get("verdict"),
         "numbers": {
             label: f"{percent(change[0])} → {percent(change[1])}"
             for label, change in changes.items()

@@ -252,6 +252,14 @@ def check_rows(checks: Mapping[str, Any]) -> Iterator[CheckRow]:
     before, after = number(checks["perplexity_before"]), number(checks["perplexity_after"])
     value = f"{before} → {after}, × {number(growth)}"
     yield CheckRow("perplexity of unrelated text", value, f"at most × {most:g}", passed)
+    if (changed := checks.get("neighbours_changed")) is not None:
+        most = limits["neighbours_changed"]
+        value, limit = f"{100 * changed:.0f} %", f"at most {100 * most:.0f} %"
+        yield CheckRow("unrelated prompts that changed", value, limit, changed <= most)
+    for name, prompts in (("taken", "prompt"), ("paraphrases_taken", "paraphrases")):
+        if (taken := checks.get(name)) is not None:
+            label = f"new object most likely, {prompts}"
+            yield CheckRow(label, f"{100 * taken:.0f} %", "100 %", taken == 1)
 
 
 def weight_label(weight: ChangedWeight) -> str:

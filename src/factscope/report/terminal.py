@@ -297,8 +297,8 @@ def generation_table(
     return table
 
 
-def checks_table(checks: Mapping[str, Any]) -> Table | Text:
-    """The edit checks with their limits."""
+def checks_table(checks: Mapping[str, Any]) -> Group | Text:
+    """Whether the edit took, and the edit checks with their limits."""
     if not checks:
         return Text("edit checks: not measured", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -308,7 +308,12 @@ def checks_table(checks: Mapping[str, Any]) -> Table | Text:
             Text(check.name, style="dim"), Text(check.value, style=style), Text(check.limit),
             Text("" if check.passed else "failed", style=style),
         )  # fmt: skip
-    return table
+    if "verdict" not in checks:  # records of an older version
+        return Group(table)
+    took = checks["verdict"] == "took"
+    return Group(
+        Text(f"The edit {checks['verdict']}.", style="bold" if took else "bold red"), table
+    )
 
 
 def changed_weights_text(weights: Sequence[ChangedWeight]) -> Text:

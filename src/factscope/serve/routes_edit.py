@@ -18,21 +18,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from factscope.editing.defaults import check_layer
-from factscope.editing.edit import Edit, EditChecks
+from factscope.editing.edit import Edit
 from factscope.editing.editor import Editor
 from factscope.editing.export import export_peft
 from factscope.editing.per_row import edited
 from factscope.errors import NotFound
 from factscope.evaluation.before_after import (
     before_after,
-    describe_checks,
     generate_before_after,
 )
 from factscope.evaluation.score import Query, score_queries
 from factscope.lm.generate import fitting_tokens, generate_greedy, top_next_tokens
 from factscope.lm.hooks import hook_outputs
 from factscope.lm.tokens import encode
-from factscope.records import EditRecord, Prediction, PromptChange
+from factscope.records import Prediction
 from factscope.report.edits import edit_page
 from factscope.report.figures.edits import before_after_figure
 from factscope.report.labels import check_rows, display_token, weight_label
@@ -97,8 +96,7 @@ def edit_routes(state: ServerState) -> APIRouter:
                     for text in texts
                     for generation in generate_before_after(lm, edit, [text], limits.max_new_tokens)
                 ]
-            checks = describe_checks(checks_of(edit, record))
-            record = replace(record, generations=tuple(generations), checks=checks)
+            record = replace(record, generations=tuple(generations))
             stored = sessions.store(session, edit, record, body.model_dump())
             job.send({"event": "edit", "edit": edit_to_dict(stored)})
 
@@ -224,11 +222,11 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "old": record.true,
         "method": record.method,
         "changed_weights": [weight_label(weight) for weight in record.changed_weights],
-        "verdict": checks.verdict if (checks := checks_of(stored.edit, record)) else None,
+        "verdict": record.checks.get("verdict"),
         "prompts": [
             {
                 **vars(prompt),
-                "changed": is_changed(prompt),
+                "changed": prompt.top_changed,
                 "before": prediction_to_dict(prompt.before),
                 "after": prediction_to_dict(prompt.after),
             }
@@ -238,20 +236,6 @@ def edit_to_dict(stored: StoredEdit) -> dict[str, Any]:
         "checks": [vars(row) for row in check_rows(record.checks)] if record.checks else [],
         "complaints": list(record.checks.get("complaints", [])),
     }
-
-
-def is_changed(prompt: PromptChange) -> bool:
-    """Whether the edit changes the most likely next token."""
-    return prompt.before.top != prompt.after.top
-
-
-def checks_of(edit: Edit, record: EditRecord) -> EditChecks | None:
-    """The edit's checks; if more of the neighbours shown here changed, their fraction counts."""
-    changed = [is_changed(prompt) for prompt in record.of_kind("neighbour")]
-    if edit.checks is None or not changed:
-        return edit.checks
-    most = max(edit.checks.neighbours_changed or 0.0, sum(changed) / len(changed))
-    return replace(edit.checks, neighbours_changed=most)
 
 
 def file_content(state: ServerState, selected: Sequence[StoredEdit], file: str) -> bytes:

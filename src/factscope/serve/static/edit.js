@@ -228,7 +228,7 @@ function drawDetails() {
     neighbours.length ? changes("Neighbours: should not change", neighbours, ["old", "new"]) : null,
     edit.generations.length ? el("h3", {}, "Generated text") : null,
     edit.generations.map(({ text, before, after }) => [el("p", { className: "opening" }, `${text} …`), sideBySide(before, after, "with this edit")]),
-    el("details", { className: "plain" }, el("summary", {}, `Checks for damage: ${edit.complaints.length ? "failed" : "passed"}`), checks(edit)),
+    el("details", { className: "plain" }, el("summary", {}, `Checks: ${edit.checks.every(({ passed }) => passed) ? "passed" : "failed"}`), checks(edit)),
     el("p", { className: "line" }, el("button", { type: "button", id: "retrace-button", onclick: () => retrace(edit) }, "Trace before and after"),
       el("span", { className: "soft small" }, "Causal traces of the prompt in the unedited model and with this edit.")),
     jobs.retrace.node, el("div", { id: "retrace" }),
