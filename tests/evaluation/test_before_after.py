@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from factscope.editing.edit import Edit
+from factscope.editing.edit import Change, Edit
 from factscope.evaluation.before_after import before_after, trace_edit
 from factscope.evaluation.score import Query, score_queries
 from factscope.facts import Case, Fact
@@ -58,7 +58,9 @@ def _edit_towards(lm: LM, target: str, seed: int) -> Edit:
     change = low_rank(lm, mlp(lm, lm.n_layers - 1), seed=seed)
     row = lm.model.get_output_embeddings().weight[token]
     checks = replace(PASSED, taken=1.0, neighbours_changed=0.1)
-    changes = {mlp(lm, lm.n_layers - 1): replace(change, B=1000 * row[:, None] / row.norm())}
+    changes: dict[str, Change] = {
+        mlp(lm, lm.n_layers - 1): replace(change, B=1000 * row[:, None] / row.norm())
+    }
     return edit_of(lm, changes, facts=(_edited(target),), checks=checks)
 
 

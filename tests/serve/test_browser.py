@@ -6,7 +6,7 @@ Screenshots of both in both themes are in build/screenshots.
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -20,11 +20,10 @@ from selenium.webdriver.support.select import Select
 from factscope import Fact, trace
 from factscope.analysis.attribution import compare_attribution, over_all_layers
 from factscope.editing.edit import Edit
-from factscope.evaluation.before_after import before_after
-from factscope.facts import Case
+from factscope.evaluation import before_after
 from factscope.lm.generate import top_next_tokens
 from factscope.lm.model import LM
-from factscope.records import EditRecord, TraceRecord
+from factscope.records import PromptChange, TraceRecord
 from factscope.report.labels import display_token
 from factscope.serve.schemas import default_tracing
 from factscope.serve.sessions import ServerState
@@ -415,7 +414,9 @@ def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None
     assert len(generations) > 1
     page.edit("Rome")
     verdicts = {"took", "did not take", "damaged others", "did not take and damaged others"}
-    assert page.text(".verdict") in {f"The edit {verdict}." for verdict in verdicts}
+    assert page.text(".verdict").partition(", but only")[0].rstrip(".") in {
+        f"The edit {verdict}" for verdict in verdicts
+    }
     assert page.text("#edits .tag") in page.text(".verdict")
     changed = len(page.all(".dumbbell .tag.bad"))
     assert page.texts("#edit-details dd")[-1] == f"{changed} of {len(neighbours)}"
@@ -432,17 +433,18 @@ def test_an_edit_is_judged_and_changed_neighbours_are_marked(page: Page) -> None
 def test_changed_neighbours_are_damage(
     page: Page, monkeypatch: pytest.MonkeyPatch, flipped: int
 ) -> None:
-    def measured(lm: LM, edit: Edit, case: Case, **more: Any) -> EditRecord:
-        record, prompts = before_after(lm, edit, case, **more), []
-        for prompt in record.prompts:
-            if prompt.kind == "neighbour":
-                left = sum(other.kind == "neighbour" for other in prompts)
-                top = " else" if left < flipped else prompt.before.top
-                prompt = replace(prompt, after=replace(prompt.after, top=top))
-            prompts.append(prompt)
-        return replace(record, prompts=tuple(prompts))
+    score = before_after._score
 
-    monkeypatch.setattr("factscope.serve.routes_edit.before_after", measured)
+    def flip(lm: LM, edit: Edit, prompts: Sequence[Any]) -> tuple[list[PromptChange], list[bool]]:
+        changes, taken = score(lm, edit, prompts)
+        neighbours = [i for i, change in enumerate(changes) if change.kind == "neighbour"]
+        for i in neighbours:
+            before = changes[i].before
+            top = " else" if i in neighbours[:flipped] else before.top
+            changes[i] = replace(changes[i], after=replace(changes[i].after, top=top))
+        return changes, taken
+
+    monkeypatch.setattr(before_after, "_score", flip)
     page.open("#/edit")
     page.click("#layers button:nth-child(2)")
     page.edit("Rome")
