@@ -2,7 +2,10 @@
 
 # ruff: noqa: E402 (what must be set before the package is imported stands first)
 import os
+import signal
 
+# A shell ignores SIGINT in background jobs, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Kernels run in triton's interpreter, on a CPU; `make test-gpu` sets 0. triton reads it on import.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Ray runs its workers with a low priority: next to other tests they would take minutes to start.
