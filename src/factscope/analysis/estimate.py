@@ -36,11 +36,6 @@ class Estimate:
         """The interval's upper end."""
         return self.mean + self.half_width
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the whole interval is above or below zero."""
-        return self.low > 0 or self.high < 0
-
     def exceeds(self, other: "Estimate") -> bool:
         """Whether this interval is above the other, without overlap."""
         return self.low > other.high
