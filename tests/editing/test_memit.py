@@ -426,7 +426,8 @@ def test_the_eiffel_tower_moves_to_rome(default_model: LM) -> None:
     )
     asked = [fact.text, "The Louvre is located in the city of"]
     after = score_queries(default_model, [Query(text, "Rome", 0) for text in asked], [edit])
-    assert after[0].first_probability > 0.9
+    assert after[0].top == " Rome"
+    assert after[0].top_probability > 0.9
     assert after[1].top == " Paris"
     assert edit.checks is not None
     assert not edit.checks.complaints()

@@ -41,8 +41,6 @@ class QueryScore:
 
     nll: float
     """Mean negative log-likelihood of the target's tokens; exp(-nll) is the paper's P."""
-    first_probability: float
-    """Probability of the target's first token."""
     correct: tuple[bool, ...]
     """For each token of the target, whether it is the most likely one at its position."""
     top: str
@@ -130,7 +128,6 @@ def _score_batch(
         logits, losses = zip(*islice(tokens, len(target)), strict=True)
         scores[query] = QueryScore(
             nll=sum(losses) / len(target),
-            first_probability=math.exp(-losses[0]),
             correct=tuple(top_ids[k] == token for k, token in zip(logits, target, strict=True)),
             top=lm.tokenizer.decode([top_ids[logits[0]]]),
             top_probability=math.exp(top_log_probs[logits[0]]),
