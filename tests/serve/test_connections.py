@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
+from typing import Any
 
 import httpx
 import pytest
@@ -109,6 +110,31 @@ def test_a_connection_without_any_request_is_replaced_first(narrow: tuple[str, i
         assert ask() == 200
         assert browser.sock is used
         browser.close()
+
+
+def test_a_request_that_was_sent_before_the_connection_is_replaced_is_answered(
+    narrow: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stalls accepts several connections before it reads any of them."""
+    loops: list[Any] = []
+    made = connections.BoundedProtocol.connection_made
+
+    def connection_made(self: Any, transport: Any) -> None:
+        loops.append(self.loop)
+        made(self, transport)
+
+    monkeypatch.setattr(connections.BoundedProtocol, "connection_made", connection_made)
+    with ExitStack() as stack:
+        stack.enter_context(socket.create_connection(narrow))
+        assert status(narrow) == 200
+        loops[0].call_soon_threadsafe(time.sleep, 0.5)
+        time.sleep(0.1)
+        first = stack.enter_context(socket.create_connection(narrow))
+        first.sendall(b"GET /api/queue HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        idle = [stack.enter_context(socket.create_connection(narrow)) for _ in range(3)]
+        first.settimeout(10)
+        assert first.recv(12) == b"HTTP/1.1 200"
+        assert is_closed(idle[0])
 
 
 def test_an_address_that_uses_all_its_connections_is_refused(narrow: tuple[str, int]) -> None:

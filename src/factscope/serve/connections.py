@@ -15,6 +15,9 @@ REQUEST_TIMEOUT = 8.0
 """Seconds until the headers of a request must be complete."""
 WRITE_TIMEOUT = 30.0
 """Seconds until a client must continue to read a response."""
+REPLACEMENT_DELAY = 0.05
+"""Seconds in which a request may still arrive on a connection that is replaced. After a stall, the
+server accepts many connections before it reads the requests that were sent on them."""
 REFUSAL_TIMEOUT = 1.0
 """Seconds until a connection that is refused must send something."""
 REFUSAL = (
@@ -62,7 +65,7 @@ class BoundedProtocol(H11Protocol):
         limits = self.limits
         bounds = (same, limits.max_connections_per_address), (others, limits.max_connections)
         for peers, limit in bounds:
-            if len(peers) >= limit and not _close_oldest(peers):
+            if len(peers) >= limit and not _replace_oldest(peers):
                 self._refused = True
                 self._request_timer = self.loop.call_later(REFUSAL_TIMEOUT, transport.close)
                 return
@@ -109,12 +112,25 @@ class BoundedProtocol(H11Protocol):
             self._request_timer.cancel()
             self._request_timer = None
 
+    def replace(self) -> None:
+        """Make room for a new connection: close this one, unless a request arrives just now."""
+        cycle = self.cycle
+        self.connections.discard(self)
+
+        def close() -> None:
+            if self.cycle is cycle:
+                self.transport.close()
+            elif not self.transport.is_closing():
+                self.connections.add(self)
+
+        self.loop.call_later(REPLACEMENT_DELAY, close)
+
     def _peers(self) -> Iterable["BoundedProtocol"]:
         return (peer for peer in self.connections if isinstance(peer, BoundedProtocol))
 
 
-def _close_oldest(peers: Iterable[BoundedProtocol]) -> bool:
-    """Close the connection that has waited longest for a request; False if none waits.
+def _replace_oldest(peers: Iterable[BoundedProtocol]) -> bool:
+    """Replace the connection that has waited longest for a request; False if none waits.
 
     Those without any request so far come first: others are probably open in a browser.
     """
@@ -122,6 +138,5 @@ def _close_oldest(peers: Iterable[BoundedProtocol]) -> bool:
     if not waiting:
         return False
     oldest = min(waiting, key=lambda peer: (peer.cycle is not None, peer._request_timer.when()))
-    oldest.connections.discard(oldest)
-    oldest.transport.close()
+    oldest.replace()
     return True
