@@ -195,7 +195,8 @@ def test_progress_after_a_retry_adds_up_to_one(llama: LM, monkeypatch: pytest.Mo
 
 
 def test_a_memory_limit_below_the_minimum_is_refused_and_the_minimum_works(llama: LM) -> None:
-    with pytest.raises(BadSetting, match=r"max_memory is 0 MiB, but .* needs \d+ MiB") as refused:
+    message = r"max_memory is 0\.00390625 MiB, but .* needs \d+ MiB"
+    with pytest.raises(BadSetting, match=message) as refused:
         trace(llama, FACTS[0], QUICK, memory=2**12)
     needed = re.search(r"needs (\d+) MiB", str(refused.value))
     assert needed is not None

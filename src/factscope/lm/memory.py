@@ -82,7 +82,7 @@ class Budget:
         needed = run_bytes(lm, 2, length, tensors) + 3 * activations
         if needed > self.bytes:
             raise BadSetting(
-                f"max_memory is {self.bytes / 2**20:.0f} MiB, but tracing a prompt of {length} "
+                f"max_memory is {self.bytes / 2**20:.6g} MiB, but tracing a prompt of {length} "
                 f"tokens on {lm.name} needs {math.ceil(needed / 2**20)} MiB; raise it, shorten the "
                 "prompt or restore fewer kinds"
             )

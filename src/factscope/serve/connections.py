@@ -112,8 +112,8 @@ class BoundedProtocol(H11Protocol):
             self._request_timer.cancel()
             self._request_timer = None
 
-    def replace(self) -> None:
-        """Make room for a new connection: close this one, unless a request arrives just now."""
+    def close_soon(self) -> None:
+        """Make room for a new connection: close this one, unless a request arrives first."""
         cycle = self.cycle
         self.connections.discard(self)
 
@@ -138,5 +138,5 @@ def _replace_oldest(peers: Iterable[BoundedProtocol]) -> bool:
     if not waiting:
         return False
     oldest = min(waiting, key=lambda peer: (peer.cycle is not None, peer._request_timer.when()))
-    oldest.replace()
+    oldest.close_soon()
     return True
