@@ -7,17 +7,27 @@ from typing import Any
 import pytest
 import torch
 
+from factscope.editing import contexts
+from factscope.editing.contexts import contrast_keys
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
-from factscope.editing.rome import BoundRome, insert, insert_each
+from factscope.editing.rome import (
+    BoundRome,
+    Constraints,
+    insert,
+    insert_each,
+    update_directions,
+)
 from factscope.editing.settings import PAPER_ROME, PAPER_SEARCH, R_ROME, Rome
 from factscope.editing.value_search import ValueResult
 from factscope.errors import BadEdit, BadFact, BadSetting, BadStats, DidNotConverge
 from factscope.facts import Fact
 from factscope.lm.families import family_of
 from factscope.lm.model import LM
+from factscope.lm.tokens import encode_fact
 from factscope.progress import no_progress
+from factscope.stats.covariance import run_to_layer
 
 from editing_facts import FACTS, FEW, PREFIXES, random_moment, text_lm
 from families import FAMILIES
@@ -39,6 +49,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mean key, whole delta": {"key": "mean", "scale_delta": False},
     "two keys, whole delta": {"scale_delta": False},
     "bare key": {"key": "bare", "value": "bare"},
+    "contrast": {"contrast_tolerance": 1.0},
+    "contrast, mean key": {"contrast_tolerance": 0.1, "key": "mean"},
+    "contrast, bare key": {"contrast_tolerance": 1.0, "key": "bare", "value": "bare"},
+    "contrast, last": {"contrast_tolerance": 1.0, "token": "last"},
+    "contrast, subject-first": {"contrast_tolerance": 1.0, "token": "subject-first"},
+    "contrast, no prefixes": {"contrast_tolerance": 1.0, "prefixes": ()},
     "clamp": {"search": replace(FEW, clamp=0.3)},
     "stop": {"search": replace(FEW, stop_loss=5.0, steps=12)},
     "stop by probability": {"search": replace(FEW, stop_probability=1e-4, steps=12)},
@@ -126,7 +142,13 @@ def test_closed_form_is_the_smallest_update_in_the_norm_of_C(constraints: int) -
     K = torch.randn(constraints, width, generator=generator, dtype=torch.double)
     r = torch.randn(height, generator=generator, dtype=torch.double)
     U = torch.linalg.solve(C, K.T).T
-    change = insert(K[None].float(), U[None].float(), torch.zeros(constraints), r[None].float())
+    exact = Constraints(
+        K=K[None].float(),
+        U=U[None].float(),
+        targets=torch.ones(constraints),
+        tolerances=torch.zeros(constraints),
+    )
+    change = insert(exact, r[None].float())
     assert change.rank == 1
     # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system per row.
     kkt = torch.zeros(width + constraints, width + constraints, dtype=torch.double)
@@ -143,6 +165,75 @@ def test_closed_form_is_the_smallest_update_in_the_norm_of_C(constraints: int) -
     for _ in range(20):
         other = torch.randn(height, width, generator=generator, dtype=torch.double) @ null
         assert size(best + 0.1 * other) > size(best)
+
+
+def test_contrast_keys_receive_less_of_delta(lm: LM) -> None:
+    """In every family, and the fact's own keys still receive all of it. In layer 1, because keys
+    of layer 0 depend on the token alone in some families."""
+    text = text_lm(lm.name.removeprefix("tiny "))
+    fractions = []
+    for tolerance in ("inf", 1.0, 0.01):
+        moment, once = random_moment(text, 1), replace(FEW, steps=1)
+        bound = rome_on(
+            text, layer=1, second_moment=moment, search=once, contrast_tolerance=tolerance
+        )
+        (value,) = values_on(bound, FACTS[:1])
+        (w,) = update_directions(bound.constraints([value]))
+        contrast = contrast_keys(text, FACTS[:1], 1, "subject-last", seed=0)[0].double()
+        for key in (value.keys.mean(0), value.keys[0]):
+            assert w @ key.double() == pytest.approx(1, abs=1e-4)
+        fractions.append((contrast @ w).square().mean().sqrt().item())
+    assert fractions[0] > fractions[1] + 1e-3 > fractions[2] + 2e-3
+
+
+def test_contrast_is_the_optimum_of_its_soft_constraints() -> None:
+    """Against a numeric minimum of wᵀC w + Σ (wᵀk)² / (ε kᵀC⁻¹k) subject to wᵀK = 1."""
+    generator = torch.Generator().manual_seed(0)
+    noise, K = (torch.randn(n, 7, generator=generator, dtype=torch.double) for n in (20, 5))
+    C, tolerance = noise.T @ noise / 20, 0.5
+    U = torch.linalg.solve(C, K.T).T
+    soft = torch.tensor([0, 0, 1, 1, 1])
+    (w,) = update_directions(
+        Constraints(
+            K=K[None].float(), U=U[None].float(), targets=1.0 - soft, tolerances=tolerance * soft
+        )
+    )
+    slack = tolerance * (K * U).sum(-1)[2:, None]
+    penalised = C + K[2:].T @ (K[2:] / slack)
+    kkt = torch.zeros(9, 9, dtype=torch.double)
+    kkt[:7, :7], kkt[:7, 7:], kkt[7:, :7] = penalised, K[:2].T, K[:2]
+    wanted = torch.linalg.solve(kkt, torch.tensor([0.0] * 7 + [1.0] * 2, dtype=torch.double))[:7]
+    assert torch.allclose(w, wanted, atol=1e-5)
+
+
+def test_contrast_rows_replace_only_the_beginning_of_the_subject(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = text_lm("gpt2")
+    recorded: list[torch.Tensor] = []
+
+    def record(lm: LM, ids: torch.Tensor, *args: Any) -> None:
+        recorded.append(ids)
+        run_to_layer(lm, ids, *args)
+
+    monkeypatch.setattr(contexts, "run_to_layer", record)
+    for token in ("subject-last", "subject-first", "last"):
+        recorded.clear()
+        keys = contrast_keys(lm, FACTS, 0, token, seed=0)
+        again = contrast_keys(lm, FACTS[1:], 0, token, seed=0)
+        assert close(keys[1:], again)  # independently of the other facts
+        (ids, _) = recorded
+        for fact, rows in zip(FACTS, ids.unflatten(0, (len(FACTS), -1)), strict=True):
+            prompt, (start, end) = encode_fact(lm, replace(fact, target=None))
+            edited = {"subject-last": end - 1, "subject-first": start}.get(
+                token, len(prompt.ids) - 1
+            )
+            changed = rows[:, : edited + 1] != torch.tensor(prompt.ids[: edited + 1])
+            assert not changed[:, :start].any()
+            assert not changed[:, end:].any()
+            if edited > start:  # the edit token is the fact's own
+                assert not changed[:, edited].any()
+            assert changed.any(1).float().mean() > 0.8  # a random token may be the same
 
 
 def test_joint_edit_writes_every_fact() -> None:

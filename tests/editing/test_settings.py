@@ -84,7 +84,7 @@ def test_no_clamp_is_the_text_inf(method: type[Rome | Memit], clamp: Any) -> Non
         (
             ("rome",),
             {"speed": 3},
-            "rome has no setting 'speed'; it has context_tolerance, facts_per_pass, key, layer",
+            "rome has no setting 'speed'; it has context_tolerance, contrast_tolerance",
         ),
         (("rome",), {"facts_per_pass": 0}, "facts_per_pass is 0; give 1 or more"),
     ],

@@ -47,7 +47,13 @@ from commands import saved_model
 from counterfact import record
 
 SETTINGS = {
-    "rome": {"layer": 0, "clamp": 2.0, "lr": 0.25, "weight_decay": 0.1},
+    "rome": {
+        "layer": 0,
+        "clamp": 2.0,
+        "lr": 0.25,
+        "contrast_tolerance": 1.0,
+        "weight_decay": 0.1,
+    },
     "memit": {"layers": (0, 1), "clamp": 0.5, "covariance_weight": 100.0, "lr": 0.2},
     "ft-l": {"layer": 1, "max_change": 0.125},
 }
@@ -136,7 +142,9 @@ def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
 
     calls = scored(score)
     found = calibrated(run_of(model, data), lm, tmp_path / "run")
-    assert found.settings["rome"] == {"layer": 0, "clamp": 2.0, "lr": 0.25, "weight_decay": 0.01}
+    assert found.settings["rome"] == {
+        "layer": 0, "clamp": 2.0, "lr": 0.25, "contrast_tolerance": "inf", "weight_decay": 0.01,
+    }  # fmt: skip
     assert found.settings["memit"]["covariance_weight"] == weight
     assert found.settings["ft-l"]["layer"] == 0
     reported = [(method, settings) for part, method, settings in calls if part == "report"]
@@ -349,9 +357,10 @@ def test_a_calibration_becomes_the_model_s_defaults(lm: LM) -> None:
     assert (finetune_layer(lm, "ft"), finetune_max_change(lm, "ft", 1.0)) == (0, None)
     bound = Rome(prefixes=(), second_moment="identity").bind(lm, ())
     assert (bound.layer, bound.search.clamp, bound.search.lr) == (0, 2.0, 0.25)
-    assert bound.search.weight_decay == 0.1
+    assert (bound.search.weight_decay, bound.settings.contrast_tolerance) == (0.1, 1.0)
     paper = replace(PAPER_ROME, prefixes=(), second_moment="identity").bind(lm, ())
     assert (paper.search.lr, paper.search.weight_decay) == (0.5, 0.5)
+    assert paper.settings.contrast_tolerance == "inf"
     assert Memit(prefixes=(), second_moment="identity").bind(lm).search.lr == 0.2
 
 

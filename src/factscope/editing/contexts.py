@@ -138,6 +138,40 @@ def bare_keys(
     return {layer: torch.cat(parts) for layer, parts in keys.items()}
 
 
+CONTRASTS = 20
+"""Contrast keys of a fact."""
+
+
+@torch.no_grad()
+def contrast_keys(
+    lm: "LM", facts: Sequence[Fact], layer: int, token: EditToken, seed: int
+) -> Float[Tensor, "fact contrast key"]:
+    """Keys of each fact's edit token after other beginnings of the subject.
+
+    Half of the subject's tokens before the edit token, and at least one of them, are replaced by
+    random ones. Where there is none before it, the token itself is replaced.
+    """
+    ordinary = sorted(set(range(len(lm.tokenizer))) - set(lm.tokenizer.all_special_ids))
+    rows = []
+    for fact in facts:
+        prompt, (start, end) = encode_fact(lm, replace(fact, target=None))
+        edited = context_row(lm, replace(fact, target=None), (), token).edit_position
+        end = min(end, edited) if edited > start else start + 1
+        generator = torch.Generator().manual_seed(seed)
+        shape = CONTRASTS, end - start
+        drawn = torch.tensor(ordinary)[torch.randint(len(ordinary), shape, generator=generator)]
+        replaced = torch.rand(shape, generator=generator) < 0.5
+        one = torch.randint(shape[1], (CONTRASTS, 1), generator=generator)
+        replaced.scatter_(1, one, True)
+        ids = torch.tensor(prompt.ids[: edited + 1]).repeat(CONTRASTS, 1)
+        ids[:, start:end] = torch.where(replaced, drawn, ids[:, start:end])
+        rows += [ContextRow(tuple(row), (), (), edited) for row in ids.tolist()]
+    keys: list[Tensor] = []
+    run_to_layer(lm, pad_rows(rows, lm.device), [layer], lambda _, k: keys.append(k))
+    edit_position = torch.tensor([row.edit_position for row in rows])
+    return keys[0][torch.arange(len(rows)), edit_position].float().unflatten(0, (len(facts), -1))
+
+
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:
     """The prompt of the KL term, read at its end or, as in the paper's code, at the edit token."""
     row = context_row(lm, replace(fact, prompt=KL_PROMPT, target=None), (), token)

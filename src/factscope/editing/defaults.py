@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class RomeDefaults:
     clamp: float = 4.0
     lr: float = 0.5
     weight_decay: float = 0.01
+    contrast_tolerance: float | Literal["inf"] = "inf"
     source: str
 
 
@@ -69,7 +70,7 @@ ROME: dict[Shape, RomeDefaults] = {
     ("gpt_neox", 44, 6144): RomeDefaults(layer=15, source=MEMIT_FILES),
     ("llama", 32, 4096): RomeDefaults(layer=5, source=EASYEDIT),
     ("qwen2", 28, 3584): RomeDefaults(layer=5, source=EASYEDIT),
-    ("llama", 30, 576): RomeDefaults(layer=5, lr=0.3, source=TRIALS),
+    ("llama", 30, 576): RomeDefaults(layer=5, lr=0.3, contrast_tolerance=1.0, source=TRIALS),
 }
 
 DEPTH = 0.18

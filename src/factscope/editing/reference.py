@@ -42,7 +42,7 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    w = update_direction(bound, keys[:-1])
+    w = update_direction(bound, keys[:-1], bound.contrast_keys([request]))
     # 2. δ
     scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
     by_layer = bound.search.unit == "layer"
@@ -55,16 +55,31 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     return ReferenceEdit(delta=delta, change=torch.outer(v_star - W_k, w), losses=losses)
 
 
-def update_direction(bound: BoundRome, keys: Float[Tensor, "context key"]) -> Float[Tensor, " key"]:
-    """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first."""
+def update_direction(
+    bound: BoundRome,
+    keys: Float[Tensor, "context key"],
+    contrast: Float[Tensor, "1 contrast key"] | None,
+) -> Float[Tensor, " key"]:
+    """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first, and those that
+    should receive no δ."""
     mean, bare = keys.mean(0), keys[0]
-    [u] = bound.directions(mean[None])
+
+    def direction(key: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+        """(C + Σ kkᵀ / (ε kᵀC⁻¹k))⁻¹ key over the contrast keys k, by Woodbury's formula."""
+        [u] = bound.directions(key[None])
+        if contrast is None:
+            return u
+        K, U = contrast[0].double(), bound.directions(contrast[0]).double()
+        slack = float(bound.settings.contrast_tolerance or 0) * (K * U).sum(-1).diag()
+        return (u - U.T @ torch.linalg.solve(U @ K.T + slack, K @ u.double())).float()
+
+    u = direction(mean)
     if bound.settings.key == "bare":
         return u / (u @ bare)
     if bound.settings.key == "mean" or (bare - mean).norm() < EQUAL_KEYS * mean.norm():
         return u / (u @ mean)
     # From the direction of the mean key, in the plane of both.
-    [other] = bound.directions(bare[None])
+    other = direction(bare)
     a, b = torch.linalg.solve(
         torch.stack([u @ mean, other @ mean, u @ bare, other @ bare]).double().reshape(2, 2),
         torch.ones(2, dtype=torch.double, device=keys.device),

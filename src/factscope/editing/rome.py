@@ -14,19 +14,24 @@ With the mean key k* as the only row this is eq. 2 of the paper: ΔW = Λ (C⁻�
 only a part of δ; so by default its key is the second row. w is known before the search, and the
 search adds in each context the part of δ that the edit will add there.
 
+C does not protect the keys that are closest to the fact's: those of other subjects with the same
+last token ("Honda CB1100" beside "Honda ST1100"). With `contrast_tolerance`, keys of this token
+after other beginnings of the subject are further rows of K, and wᵀk should be 0 for them: a soft
+constraint, whose tolerance ε makes the diagonal entry of K C⁻¹Kᵀ larger by the factor 1 + ε.
+
 For several facts at once, K has the rows of all of them, and the w of a fact has wᵀk = 1 for its
 own rows and 0 for those of the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.contexts import resolve_prefixes
+from factscope.editing.contexts import EditRequest, contrast_keys, resolve_prefixes
 from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import results_or_errors
@@ -64,6 +69,7 @@ class BoundRome(BoundValueEditor[Rome]):
             settings,
             layer=self.layer,
             prefixes=self.prefixes,
+            contrast_tolerance=settings.contrast_tolerance or defaults.contrast_tolerance,
             search=self.search,
             second_moment=self.second_moment or "identity",
         )
@@ -87,8 +93,7 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def insert(self, values: Sequence[ValueResult]) -> Edit:
         """One edit for all facts."""
-        K, U, tolerances = self._constraints(torch.stack([x.keys for x in values]))
-        change = insert(K, U, tolerances, self.residuals(values))
+        change = insert(self.constraints(values), self.residuals(values))
         return self.new_edit(values, {self.weight_name: change})
 
     def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
@@ -97,24 +102,28 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
         """A rank-one update of each value on its own."""
-        w = self.update_directions(torch.stack([x.keys for x in values]))
-        changes = insert_each(w, self.residuals(values))
+        changes = insert_each(update_directions(self.constraints(values)), self.residuals(values))
         return results_or_errors(
             lambda v, change: self.new_edit([v], {self.weight_name: change}), values, changes
         )
 
-    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"] | None:
+    def scales(
+        self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> Float[Tensor, "fact row"] | None:
         """wᵀk of the contexts and of the KL prompt, which is the last row."""
         if not self.settings.scale_delta:
             return None
-        w = self.update_directions(keys[:, :-1])
+        w = update_directions(self._constraints(keys[:, :-1], contrast))
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
-    def update_directions(
-        self, keys: Float[Tensor, "fact context key"]
-    ) -> Float[Tensor, "fact key"]:
-        """w of each fact on its own."""
-        return update_directions(*self._constraints(keys))
+    def contrast_keys(
+        self, requests: Sequence[EditRequest]
+    ) -> Float[Tensor, "fact contrast key"] | None:
+        """Keys that should receive no δ; None without a tolerance for them."""
+        if self.settings.contrast_tolerance in (None, "inf"):
+            return None
+        facts = [request.fact for request in requests]
+        return contrast_keys(self.lm, facts, self.layer, self.settings.token, self.settings.seed)
 
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
@@ -126,32 +135,41 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        K, U, tolerances = self._constraints(torch.stack([x.keys for x in values]))
-        w, k = update_directions(K, U, tolerances), K[:, 0].double()
+        constraints = self.constraints(values)
+        w, k = update_directions(constraints), constraints.K[:, 0].double()
         # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
-        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
+        sign = (constraints.U[:, 0] * k).sum(-1)
+        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), sign).tolist()
+
+    def constraints(self, values: Sequence[ValueResult]) -> "Constraints":
+        """What the w of each fact must do."""
+        keys, contrast = zip(*((x.keys, x.contrast) for x in values), strict=True)
+        return self._constraints(torch.stack(keys), torch.stack(contrast))
 
     def _constraints(
-        self, keys: Float[Tensor, "fact context key"]
-    ) -> tuple[
-        Float[Tensor, "fact constraint key"],
-        Float[Tensor, "fact constraint key"],
-        Float[Tensor, " constraint"],
-    ]:
-        """The keys k with wᵀk = 1, the vectors C⁻¹k that w is composed of, and the tolerances: 0
-        for the keys that are changed exactly, ε for those of the contexts."""
+        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> "Constraints":
         mean, bare = keys.mean(1, keepdim=True), keys[:, :1]
-        rows = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
+        exact = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
+        sources = [mean] if self.settings.key == "bare" else exact
+        tolerance, near = self.settings.context_tolerance, keys
         if keys.shape[1] == 1:  # without prefixes all of them are the same
-            rows = [bare]
-        elif self.settings.context_tolerance is not None:
-            rows.append(keys)
-        K = torch.cat(rows, 1)
-        source = mean if self.settings.key == "bare" else K
-        U = self.directions(source.flatten(0, 1)).unflatten(0, (len(K), -1))
-        tolerances = torch.full((K.shape[1],), self.settings.context_tolerance or 0.0)
-        tolerances[: 2 if self.settings.key == "mean-and-bare" else 1] = 0
-        return K, U, tolerances.to(K.device)
+            exact = sources = [bare]
+        if keys.shape[1] == 1 or tolerance is None:
+            near = keys[:, :0]
+        U = self.directions(torch.cat([*sources, near, contrast], 1).flatten(0, 1))
+        # The number of keys, their target and their tolerance.
+        away = float(self.settings.contrast_tolerance or 0)
+        groups = [(len(exact), 1.0, 0.0), (near.shape[1], 1.0, tolerance or 0.0)]
+        groups += [(contrast.shape[1], 0.0, away)]
+        targets = [target for n, target, _ in groups for _ in range(n)]
+        tolerances = [tolerance for n, _, tolerance in groups for _ in range(n)]
+        return Constraints(
+            K=torch.cat([*exact, near, contrast], 1),
+            U=U.unflatten(0, (len(keys), -1)),
+            targets=torch.tensor(targets, device=keys.device),
+            tolerances=torch.tensor(tolerances, device=keys.device),
+        )
 
     def directions(self, keys: Float[Tensor, "n key"]) -> Float[Tensor, "n key"]:
         """C⁻¹k for each key."""
@@ -161,20 +179,26 @@ class BoundRome(BoundValueEditor[Rome]):
 
 
 # ---- the closed form
-#
-# K holds the keys of the constraints, U = K C⁻¹. A soft constraint with tolerance ε has its entry
-# in the diagonal of K C⁻¹Kᵀ multiplied by 1 + ε.
 
 
-def insert(
-    K: Float[Tensor, "fact constraint key"],
-    U: Float[Tensor, "fact constraint key"],
-    tolerances: Float[Tensor, " constraint"],
-    residuals: Float[Tensor, "fact value"],
-) -> LowRank:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Constraints:
+    """The values of wᵀk for the rows k of K."""
+
+    K: Float[Tensor, "fact constraint key"]
+    U: Float[Tensor, "fact constraint key"]
+    """The vectors that w is composed of: C⁻¹k of each row, of the mean key for `key="bare"`."""
+    targets: Float[Tensor, " constraint"]
+    """wᵀk: 1 for the fact's own keys, 0 for contrast keys."""
+    tolerances: Float[Tensor, " constraint"]
+    """ε of soft constraints; 0 where wᵀk is exact."""
+
+
+def insert(constraints: Constraints, residuals: Float[Tensor, "fact value"]) -> LowRank:
     """One update that changes the values of every fact's keys by its residual."""
-    rows = _solve(K.flatten(0, 1), U.flatten(0, 1), tolerances.repeat(len(K)))
-    A = rows.unflatten(0, (len(K), -1)).sum(1)
+    K, U, targets = constraints.K, constraints.U, constraints.targets
+    dual = _dual(K.flatten(0, 1), U.flatten(0, 1), constraints.tolerances.repeat(len(K)))
+    A = (dual.unflatten(0, (len(K), -1)) * targets[:, None]).sum(1)
     return LowRank(residuals.T.float().contiguous().cpu(), A.float().cpu())
 
 
@@ -186,21 +210,18 @@ def insert_each(
     return [LowRank(b[:, None].clone(), a[None].clone()) for a, b in zip(A, B, strict=True)]
 
 
-def update_directions(
-    K: Float[Tensor, "fact constraint key"],
-    U: Float[Tensor, "fact constraint key"],
-    tolerances: Float[Tensor, " constraint"],
-) -> Float[Tensor, "fact key"]:
+def update_directions(constraints: Constraints) -> Float[Tensor, "fact key"]:
     """w of each fact on its own, in float64."""
-    return _solve(K, U, tolerances).sum(1)
+    dual = _dual(constraints.K, constraints.U, constraints.tolerances)
+    return (dual * constraints.targets[:, None]).sum(1)
 
 
-def _solve(
+def _dual(
     K: Float[Tensor, "*fact constraint key"],
     U: Float[Tensor, "*fact constraint key"],
     tolerances: Float[Tensor, " constraint"],
 ) -> Float[Tensor, "*fact constraint key"]:
-    """(U Kᵀ)⁻¹ U in float64.
+    """(U Kᵀ)⁻¹ U in float64: of each constraint, the vector that is 1 on it and 0 on the others.
 
     The length of a row of U cancels, and C⁻¹k can be tiny. Keys may be equal: in the first layer of
     some families the mean key is the bare prompt's. The pseudo-inverse then counts them once.

@@ -116,7 +116,7 @@ class PrefixSettings:
     prefix_bos_counts: bool = False
     """Count BOS as one of these tokens, as the authors' code does."""
     seed: Annotated[Seed, Flag(name="prefix-seed")] = 0
-    """Seed for generating the prefixes."""
+    """Seed for generating the prefixes, and for the tokens of `contrast_tolerance`."""
 
 
 # ---- ROME and MEMIT
@@ -218,6 +218,11 @@ class Rome(PrefixSettings, Editor):
     context_tolerance: Annotated[float | None, Gt(0)] = None
     """Make the keys of all contexts change by about δ, too: the tolerance ε of these soft
     constraints; the smaller, the closer. None for none."""
+    contrast_tolerance: Annotated[float | Literal["inf"] | None, Gt(0)] = None
+    """Spare other subjects with the same last token, to whose keys C is blind: draw keys of the
+    edit token after other beginnings of the subject, and let them change by little. This is the
+    tolerance ε of these soft constraints; the smaller, the less they change, and the more the edit
+    depends on the context. "inf" for none. None for the model's default, mostly "inf"."""
     scale_delta: bool = True
     """Search with the fraction of δ that the edit will add in each context. --no-scale-delta adds
     the whole δ in every context, as in the paper's code."""
@@ -297,6 +302,7 @@ PAPER_SEARCH = ValueSearch(
 PAPER_ROME = Rome(
     prefix_bos_counts=True,
     key="bare",
+    contrast_tolerance="inf",
     scale_delta=False,
     value="bare",
     ridge=0.0,

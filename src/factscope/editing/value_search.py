@@ -80,6 +80,8 @@ class ValueResult:
     bare prompt."""
     keys: Float[Tensor, "row key"]
     """The keys there: the input of the layer's MLP output weight."""
+    contrast: Float[Tensor, "contrast key"]
+    """Keys that should receive no δ (`BoundRome.contrast_keys`)."""
     losses: tuple[float, ...]
     """The loss at each step."""
 
@@ -99,9 +101,17 @@ class BoundValueEditor(BoundEditor, Generic[S]):
     prefixes: tuple[str, ...]
     search: ValueSearch
 
-    def scales(self, keys: Float[Tensor, "fact row key"]) -> Float[Tensor, "fact row"] | None:
-        """Factors of δ in each row, given the keys of the contexts and, last, of the KL prompt;
-        None adds the whole δ."""
+    def scales(
+        self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> Float[Tensor, "fact row"] | None:
+        """Factors of δ in each row, given the keys of the contexts and, last, of the KL prompt, and
+        the contrast keys; None adds the whole δ."""
+        return None
+
+    def contrast_keys(
+        self, requests: Sequence[EditRequest]
+    ) -> Float[Tensor, "fact contrast key"] | None:
+        """Keys that should receive no δ; None without any."""
         return None
 
     @abstractmethod
@@ -218,15 +228,21 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         if self.search.unit == "layer":
             norm = usual_norm(self.lm, self.layer, self.site, token)
             objective = replace(objective, norm=torch.full_like(objective.norm, norm))
-        if (scales := self.scales(keys)) is not None:
+        if (contrast := self.contrast_keys(requests)) is None:
+            contrast = keys[:, :0]
+        if (scales := self.scales(keys, contrast)) is not None:
             objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
             objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
         )
         return [
             _failure(request.fact, by_step)
-            or ValueResult(request=request, delta=d, values=v, keys=k[:-1], losses=tuple(by_step))
-            for request, d, v, k, by_step in zip(requests, delta, values, keys, losses, strict=True)
+            or ValueResult(
+                request=request, delta=d, values=v, keys=k[:-1], contrast=c, losses=tuple(by_step)
+            )
+            for request, d, v, k, c, by_step in zip(
+                requests, delta, values, keys, contrast, losses, strict=True
+            )
         ]
 
 

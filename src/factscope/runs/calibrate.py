@@ -63,6 +63,7 @@ SHARES = {"rome": 0.55, "memit": 0.35, "ft-l": 0.1}
 CLAMPS = (1.0, 0.5, 2.0, 4.0, 0.25, 8.0)
 RATES = (0.25, 1.0, 0.1)
 MEMIT_RATES = (0.2, 0.5)
+CONTRAST_TOLERANCES = (1.0, "inf")
 DECAYS = (0.1, 0.001)
 WEIGHTS_PER_DIMENSION = (0.1, 0.01, 0.5, 3.0)
 """λ per dimension of a key (`editing.defaults.WEIGHT_PER_DIMENSION`)."""
@@ -347,6 +348,7 @@ class _Search:
             yield "clamp", lambda best: CLAMPS
             yield "layer", near
             yield "lr", lambda best: RATES
+            yield "contrast_tolerance", lambda best: CONTRAST_TOLERANCES
             yield "weight_decay", lambda best: DECAYS
         elif method == "memit":
             layer = chosen["rome"]["layer"] if "rome" in chosen else default["layers"][-1]
@@ -529,7 +531,8 @@ def trial_name(method: str, settings: Mapping[str, Any]) -> str:
     def text(value: Any) -> str:
         if isinstance(value, Sequence) and not isinstance(value, str):
             return "-".join(map(str, value))
-        return re.sub(r"[^A-Za-z0-9.]+", "-", f"{value:.6g}" if value is not None else "none")
+        number = f"{value:.6g}" if isinstance(value, int | float) else str(value or "none")
+        return re.sub(r"[^A-Za-z0-9.]+", "-", number)
 
     parts = [f"{name.replace('_', '-')}-{text(x)}" for name, x in settings.items()]
     return ",".join([method, *parts])

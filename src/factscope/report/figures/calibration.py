@@ -62,19 +62,25 @@ def _draw(ax: Axes, trials: list[Mapping[str, Any]], name: str) -> None:
     for trial in sorted(trials, key=lambda t: t["score"]):
         if trial["metrics"]:
             by_value[_key(trial["settings"][name])] = trial
-    values = sorted(by_value)
-    ranges = bool(values) and isinstance(values[0], tuple)
-    xs = list(range(len(values))) if ranges else [float(value) for value in values]
+    values = sorted(by_value, key=lambda x: x if isinstance(x, tuple) else float(x))
+    named = any(isinstance(value, tuple | str) for value in values)
+    xs = list(range(len(values))) if named else [float(value) for value in values]
     for i, (metric, color) in enumerate(COLORS.items()):
         found = [by_value[value]["metrics"][metric] for value in values]
         y = [100 * x["mean"] for x in found]
         error = [100 * (x["half_width"] or 0.0) for x in found]
         ax.errorbar(xs, y, yerr=error, color=color, marker="o", markersize=3,
                     linewidth=1.4 if i == 0 else 0.9, elinewidth=0.6, label=metric)  # fmt: skip
-    if ranges:
-        ax.set_xticks(xs, [f"{v[0]}–{v[-1]}" if len(v) > 1 else str(v[0]) for v in values])
+    if named:
+        ax.set_xticks(xs, [_label(value) for value in values])
     ax.set_ylim(-3, 103)
     style_axes(ax, zero=False)
+
+
+def _label(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return "none" if value == "inf" else f"{value:g}"
+    return f"{value[0]}–{value[-1]}" if len(value) > 1 else str(value[0])
 
 
 def _draw_movement(ax: Axes, statistics: Sequence[Mapping[str, Any]]) -> None:
