@@ -14,7 +14,7 @@ from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
 from factscope.editing.rome import (
     BoundRome,
-    Constraints,
+    add_contrast,
     insert,
     insert_each,
     update_directions,
@@ -142,13 +142,7 @@ def test_closed_form_is_the_smallest_update_in_the_norm_of_C(constraints: int) -
     K = torch.randn(constraints, width, generator=generator, dtype=torch.double)
     r = torch.randn(height, generator=generator, dtype=torch.double)
     U = torch.linalg.solve(C, K.T).T
-    exact = Constraints(
-        K=K[None].float(),
-        U=U[None].float(),
-        targets=torch.ones(constraints),
-        tolerances=torch.zeros(constraints),
-    )
-    change = insert(exact, r[None].float())
+    change = insert(K[None].float(), U[None].float(), torch.zeros(constraints), r[None].float())
     assert change.rank == 1
     # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system per row.
     kkt = torch.zeros(width + constraints, width + constraints, dtype=torch.double)
@@ -178,7 +172,7 @@ def test_contrast_keys_receive_less_of_delta(lm: LM) -> None:
             text, layer=1, second_moment=moment, search=once, contrast_tolerance=tolerance
         )
         (value,) = values_on(bound, FACTS[:1])
-        (w,) = update_directions(bound.constraints([value]))
+        (w,) = bound.update_directions(value.keys[None], value.contrast[None])
         contrast = contrast_keys(text, FACTS[:1], 1, "subject-last", seed=0)[0].double()
         for key in (value.keys.mean(0), value.keys[0]):
             assert w @ key.double() == pytest.approx(1, abs=1e-4)
@@ -191,19 +185,32 @@ def test_contrast_is_the_optimum_of_its_soft_constraints() -> None:
     generator = torch.Generator().manual_seed(0)
     noise, K = (torch.randn(n, 7, generator=generator, dtype=torch.double) for n in (20, 5))
     C, tolerance = noise.T @ noise / 20, 0.5
-    U = torch.linalg.solve(C, K.T).T
-    soft = torch.tensor([0, 0, 1, 1, 1])
-    (w,) = update_directions(
-        Constraints(
-            K=K[None].float(), U=U[None].float(), targets=1.0 - soft, tolerances=tolerance * soft
-        )
-    )
-    slack = tolerance * (K * U).sum(-1)[2:, None]
+    U, exact, soft = torch.linalg.solve(C, K.T).T[None], K[None, :2], K[None, 2:]
+    added = add_contrast(U[:, :2], soft, U[:, 2:], tolerance)
+    (w,) = update_directions(exact, added, torch.zeros(2))
+    slack = tolerance * (soft * U[:, 2:]).sum(-1)[0, :, None]
     penalised = C + K[2:].T @ (K[2:] / slack)
     kkt = torch.zeros(9, 9, dtype=torch.double)
     kkt[:7, :7], kkt[:7, 7:], kkt[7:, :7] = penalised, K[:2].T, K[:2]
     wanted = torch.linalg.solve(kkt, torch.tensor([0.0] * 7 + [1.0] * 2, dtype=torch.double))[:7]
-    assert torch.allclose(w, wanted, atol=1e-5)
+    assert torch.allclose(w, wanted, atol=1e-10)
+
+
+def test_joint_edit_adds_the_contrast_keys_of_all_facts_to_C() -> None:
+    lm = text_lm("llama")
+    moment, tolerance = random_moment(lm, 1), 0.5
+    bound = rome_on(lm, layer=1, second_moment=moment, contrast_tolerance=tolerance, ridge=0.0)
+    values = values_on(bound, FACTS)
+    (change,) = bound.insert(values).changes.values()
+    contrast = torch.cat([value.contrast for value in values]).double()
+    C = moment.matrix.double()
+    weights = tolerance * (contrast * torch.linalg.solve(C, contrast.T).T).sum(-1)
+    C = C + contrast.T @ (contrast / weights[:, None])
+    K = torch.stack([k for value in values for k in (value.keys.mean(0), value.keys[0])]).double()
+    wanted = bound.residuals(values).repeat_interleave(2, 0).double()
+    U = torch.linalg.solve(C, K.T).T
+    assert close(change.matrix().double(), wanted.T @ torch.linalg.solve(U @ K.T, U))
+    assert close(change.matrix().double() @ K.T, wanted.T)
 
 
 def test_contrast_rows_replace_only_the_beginning_of_the_subject(

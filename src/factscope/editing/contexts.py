@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 KL_PROMPT = "{} is a"
 """Prompt of the KL term: the next-token distribution after it should not change."""
-ROWS_PER_PASS = 32
-"""Rows per forward pass when keys are read."""
+TOKENS_PER_PASS = 4096
+"""Tokens per forward pass when keys are read."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ def context_row(lm: "LM", fact: Fact, target: Sequence[int], token: EditToken) -
     )
 
 
-@torch.no_grad()
 def bare_keys(
     lm: "LM", facts: Sequence[Fact], layers: Sequence[int], token: EditToken = "subject-last"
 ) -> dict[int, Float[Tensor, "fact key"]]:
@@ -129,20 +128,13 @@ def bare_keys(
     for fact in facts:
         with suppress(PromptTooLong):
             rows.append(context_row(lm, replace(fact, target=None), (), token))
-    keys: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for i in range(0, len(rows), ROWS_PER_PASS):
-        part = rows[i : i + ROWS_PER_PASS]
-        at = torch.arange(len(part)), torch.tensor([row.edit_position for row in part])
-        ids = pad_rows(part, lm.device)
-        run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
-    return {layer: torch.cat(parts) for layer, parts in keys.items()}
+    return keys_of_rows(lm, rows, layers)
 
 
 CONTRASTS = 20
 """Contrast keys of a fact."""
 
 
-@torch.no_grad()
 def contrast_keys(
     lm: "LM", facts: Sequence[Fact], layer: int, token: EditToken, seed: int
 ) -> Float[Tensor, "fact contrast key"]:
@@ -166,10 +158,22 @@ def contrast_keys(
         ids = torch.tensor(prompt.ids[: edited + 1]).repeat(CONTRASTS, 1)
         ids[:, start:end] = torch.where(replaced, drawn, ids[:, start:end])
         rows += [ContextRow(tuple(row), (), (), edited) for row in ids.tolist()]
-    keys: list[Tensor] = []
-    run_to_layer(lm, pad_rows(rows, lm.device), [layer], lambda _, k: keys.append(k))
-    edit_position = torch.tensor([row.edit_position for row in rows])
-    return keys[0][torch.arange(len(rows)), edit_position].float().unflatten(0, (len(facts), -1))
+    return keys_of_rows(lm, rows, [layer])[layer].unflatten(0, (len(facts), -1))
+
+
+@torch.no_grad()
+def keys_of_rows(
+    lm: "LM", rows: Sequence[ContextRow], layers: Sequence[int]
+) -> dict[int, Float[Tensor, "row key"]]:
+    """By layer: the key at each row's edit position."""
+    keys: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    size = max(1, TOKENS_PER_PASS // max((len(row.ids) for row in rows), default=1))
+    for i in range(0, len(rows), size):
+        part = rows[i : i + size]
+        at = torch.arange(len(part)), torch.tensor([row.edit_position for row in part])
+        ids = pad_rows(part, lm.device)
+        run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
+    return {layer: torch.cat(parts) for layer, parts in keys.items()}
 
 
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:

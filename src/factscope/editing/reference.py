@@ -64,14 +64,20 @@ def update_direction(
     should receive no δ."""
     mean, bare = keys.mean(0), keys[0]
 
+    width, moment = len(mean), bound.second_moment
+    C = torch.eye(width, dtype=torch.double, device=keys.device)
+    if moment is not None:
+        matrix = moment.matrix.to(C)
+        C = matrix + bound.settings.ridge * matrix.diagonal().mean() * C
+    if contrast is not None:
+        K = contrast[0].double()
+        weights = float(bound.settings.contrast_tolerance or 0) * (
+            K * torch.linalg.solve(C, K.T).T
+        ).sum(-1)
+        C = C + K.T @ (K / weights[:, None])
+
     def direction(key: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
-        """(C + Σ kkᵀ / (ε kᵀC⁻¹k))⁻¹ key over the contrast keys k, by Woodbury's formula."""
-        [u] = bound.directions(key[None])
-        if contrast is None:
-            return u
-        K, U = contrast[0].double(), bound.directions(contrast[0]).double()
-        slack = float(bound.settings.contrast_tolerance or 0) * (K * U).sum(-1).diag()
-        return (u - U.T @ torch.linalg.solve(U @ K.T + slack, K @ u.double())).float()
+        return torch.linalg.solve(C, key.double()).float()
 
     u = direction(mean)
     if bound.settings.key == "bare":

@@ -15,16 +15,15 @@ only a part of δ; so by default its key is the second row. w is known before th
 search adds in each context the part of δ that the edit will add there.
 
 C does not protect the keys that are closest to the fact's: those of other subjects with the same
-last token ("Honda CB1100" beside "Honda ST1100"). With `contrast_tolerance`, keys of this token
-after other beginnings of the subject are further rows of K, and wᵀk should be 0 for them: a soft
-constraint, whose tolerance ε makes the diagonal entry of K C⁻¹Kᵀ larger by the factor 1 + ε.
+last token ("Honda CB1100" beside "Honda ST1100"). With `contrast_tolerance` ε, keys k of this token
+after other beginnings of the subject are added to it, as k kᵀ / (ε kᵀC⁻¹k): for them, wᵀk is small.
 
 For several facts at once, K has the rows of all of them, and the w of a fact has wᵀk = 1 for its
 own rows and 0 for those of the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,7 +92,8 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def insert(self, values: Sequence[ValueResult]) -> Edit:
         """One edit for all facts."""
-        change = insert(self.constraints(values), self.residuals(values))
+        constraints = self._constraints(*_keys_of(values), jointly=True)
+        change = insert(*constraints, self.residuals(values))
         return self.new_edit(values, {self.weight_name: change})
 
     def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
@@ -102,7 +102,8 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def insert_each(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
         """A rank-one update of each value on its own."""
-        changes = insert_each(update_directions(self.constraints(values)), self.residuals(values))
+        w = self.update_directions(*_keys_of(values))
+        changes = insert_each(w, self.residuals(values))
         return results_or_errors(
             lambda v, change: self.new_edit([v], {self.weight_name: change}), values, changes
         )
@@ -113,7 +114,7 @@ class BoundRome(BoundValueEditor[Rome]):
         """wᵀk of the contexts and of the KL prompt, which is the last row."""
         if not self.settings.scale_delta:
             return None
-        w = update_directions(self._constraints(keys[:, :-1], contrast))
+        w = self.update_directions(keys[:, :-1], contrast)
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
     def contrast_keys(
@@ -125,6 +126,12 @@ class BoundRome(BoundValueEditor[Rome]):
         facts = [request.fact for request in requests]
         return contrast_keys(self.lm, facts, self.layer, self.settings.token, self.settings.seed)
 
+    def update_directions(
+        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> Float[Tensor, "fact key"]:
+        """w of each fact on its own."""
+        return update_directions(*self._constraints(keys, contrast))
+
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
         bare = torch.stack([x.values[0] for x in values])
@@ -135,70 +142,79 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        constraints = self.constraints(values)
-        w, k = update_directions(constraints), constraints.K[:, 0].double()
+        K, U, tolerances = self._constraints(*_keys_of(values))
+        w, k = update_directions(K, U, tolerances), K[:, 0].double()
         # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
-        sign = (constraints.U[:, 0] * k).sum(-1)
-        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), sign).tolist()
-
-    def constraints(self, values: Sequence[ValueResult]) -> "Constraints":
-        """What the w of each fact must do."""
-        keys, contrast = zip(*((x.keys, x.contrast) for x in values), strict=True)
-        return self._constraints(torch.stack(keys), torch.stack(contrast))
+        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
 
     def _constraints(
-        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
-    ) -> "Constraints":
+        self,
+        keys: Float[Tensor, "fact context key"],
+        contrast: Float[Tensor, "fact contrast key"],
+        *,
+        jointly: bool = False,
+    ) -> tuple[
+        Float[Tensor, "fact constraint key"],
+        Float[Tensor, "fact constraint key"],
+        Float[Tensor, " constraint"],
+    ]:
+        """The keys k with wᵀk = 1, the vectors C⁻¹k that w is composed of, and the tolerances: 0
+        for the keys that are changed exactly, ε for those of the contexts. `jointly`, the contrast
+        keys of all facts are added to C."""
         mean, bare = keys.mean(1, keepdim=True), keys[:, :1]
-        exact = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
-        sources = [mean] if self.settings.key == "bare" else exact
-        tolerance, near = self.settings.context_tolerance, keys
+        rows = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
         if keys.shape[1] == 1:  # without prefixes all of them are the same
-            exact = sources = [bare]
-        if keys.shape[1] == 1 or tolerance is None:
-            near = keys[:, :0]
-        U = self.directions(torch.cat([*sources, near, contrast], 1).flatten(0, 1))
-        # The number of keys, their target and their tolerance.
-        away = float(self.settings.contrast_tolerance or 0)
-        groups = [(len(exact), 1.0, 0.0), (near.shape[1], 1.0, tolerance or 0.0)]
-        groups += [(contrast.shape[1], 0.0, away)]
-        targets = [target for n, target, _ in groups for _ in range(n)]
-        tolerances = [tolerance for n, _, tolerance in groups for _ in range(n)]
-        return Constraints(
-            K=torch.cat([*exact, near, contrast], 1),
-            U=U.unflatten(0, (len(keys), -1)),
-            targets=torch.tensor(targets, device=keys.device),
-            tolerances=torch.tensor(tolerances, device=keys.device),
-        )
+            rows = [bare]
+        elif self.settings.context_tolerance is not None:
+            rows.append(keys)
+        K = torch.cat(rows, 1)
+        source = mean if self.settings.key == "bare" else K
+        if jointly:
+            source, contrast = source.flatten(0, 1)[None], contrast.flatten(0, 1)[None]
+        U = self.directions(source, contrast).reshape(len(K), -1, K.shape[-1])
+        tolerances = torch.full((K.shape[1],), self.settings.context_tolerance or 0.0)
+        tolerances[: 2 if self.settings.key == "mean-and-bare" else 1] = 0
+        return K, U, tolerances.to(K.device)
 
-    def directions(self, keys: Float[Tensor, "n key"]) -> Float[Tensor, "n key"]:
+    def directions(
+        self, keys: Float[Tensor, "fact n key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> Float[Tensor, "fact n key"]:
+        """C⁻¹k for each key, with the contrast keys added to C."""
+        U = self._without_contrast(keys)
+        if contrast.shape[1] == 0:
+            return U
+        K, tolerance = contrast.double(), float(self.settings.contrast_tolerance or "inf")
+        return add_contrast(U, K, self._without_contrast(K), tolerance)
+
+    def _without_contrast(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
         """C⁻¹k for each key."""
         if self.second_moment is None:
             return keys
-        return self.second_moment.solve(keys, ridge=self.settings.ridge)
+        flat = self.second_moment.solve(keys.flatten(0, 1), ridge=self.settings.ridge)
+        return flat.reshape(keys.shape)
+
+
+def _keys_of(
+    values: Sequence[ValueResult],
+) -> tuple[Float[Tensor, "fact context key"], Float[Tensor, "fact contrast key"]]:
+    return torch.stack([x.keys for x in values]), torch.stack([x.contrast for x in values])
 
 
 # ---- the closed form
+#
+# K holds the keys of the constraints, U = K C⁻¹. A soft constraint with tolerance ε has its entry
+# in the diagonal of K C⁻¹Kᵀ multiplied by 1 + ε.
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Constraints:
-    """The values of wᵀk for the rows k of K."""
-
-    K: Float[Tensor, "fact constraint key"]
-    U: Float[Tensor, "fact constraint key"]
-    """The vectors that w is composed of: C⁻¹k of each row, of the mean key for `key="bare"`."""
-    targets: Float[Tensor, " constraint"]
-    """wᵀk: 1 for the fact's own keys, 0 for contrast keys."""
-    tolerances: Float[Tensor, " constraint"]
-    """ε of soft constraints; 0 where wᵀk is exact."""
-
-
-def insert(constraints: Constraints, residuals: Float[Tensor, "fact value"]) -> LowRank:
+def insert(
+    K: Float[Tensor, "fact constraint key"],
+    U: Float[Tensor, "fact constraint key"],
+    tolerances: Float[Tensor, " constraint"],
+    residuals: Float[Tensor, "fact value"],
+) -> LowRank:
     """One update that changes the values of every fact's keys by its residual."""
-    K, U, targets = constraints.K, constraints.U, constraints.targets
-    dual = _dual(K.flatten(0, 1), U.flatten(0, 1), constraints.tolerances.repeat(len(K)))
-    A = (dual.unflatten(0, (len(K), -1)) * targets[:, None]).sum(1)
+    rows = _dual(K.flatten(0, 1), U.flatten(0, 1), tolerances.repeat(len(K)))
+    A = rows.unflatten(0, (len(K), -1)).sum(1)
     return LowRank(residuals.T.float().contiguous().cpu(), A.float().cpu())
 
 
@@ -210,10 +226,26 @@ def insert_each(
     return [LowRank(b[:, None].clone(), a[None].clone()) for a, b in zip(A, B, strict=True)]
 
 
-def update_directions(constraints: Constraints) -> Float[Tensor, "fact key"]:
+def update_directions(
+    K: Float[Tensor, "fact constraint key"],
+    U: Float[Tensor, "fact constraint key"],
+    tolerances: Float[Tensor, " constraint"],
+) -> Float[Tensor, "fact key"]:
     """w of each fact on its own, in float64."""
-    dual = _dual(constraints.K, constraints.U, constraints.tolerances)
-    return (dual * constraints.targets[:, None]).sum(1)
+    return _dual(K, U, tolerances).sum(1)
+
+
+def add_contrast(
+    U: Float[Tensor, "fact n key"],
+    K: Float[Tensor, "fact contrast key"],
+    K_solved: Float[Tensor, "fact contrast key"],
+    tolerance: float,
+) -> Float[Tensor, "fact n key"]:
+    """C⁻¹k for each row k of U C, with C + Σ kkᵀ / (ε kᵀC⁻¹k) over the contrast keys K in the
+    place of C: Woodbury's formula, given K C⁻¹."""
+    products = K @ K_solved.mT
+    slack = tolerance * products.diagonal(dim1=-2, dim2=-1).diag_embed()
+    return U - U.double() @ K.mT @ torch.linalg.solve(products + slack, K_solved)
 
 
 def _dual(
