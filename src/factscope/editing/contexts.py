@@ -143,7 +143,9 @@ def contrast_keys(
     Half of the subject's tokens before the edit token, and at least one of them, are replaced by
     random ones. Where there is none before it, the token itself is replaced.
     """
-    ordinary = sorted(set(range(len(lm.tokenizer))) - set(lm.tokenizer.all_special_ids))
+    # A tokenizer may have more tokens than the embedding has rows.
+    count = min(len(lm.tokenizer), lm.embed.weight.shape[0])
+    ordinary = sorted(set(range(count)) - set(lm.tokenizer.all_special_ids))
     rows = []
     for fact in facts:
         prompt, (start, end) = encode_fact(lm, replace(fact, target=None))

@@ -116,7 +116,7 @@ class PrefixSettings:
     prefix_bos_counts: bool = False
     """Count BOS as one of these tokens, as the authors' code does."""
     seed: Annotated[Seed, Flag(name="prefix-seed")] = 0
-    """Seed for generating the prefixes, and for the tokens of `contrast_tolerance`."""
+    """Seed for generating the prefixes and, for ROME, the subjects of `contrast_tolerance`."""
 
 
 # ---- ROME and MEMIT
@@ -219,10 +219,10 @@ class Rome(PrefixSettings, Editor):
     """Make the keys of all contexts change by about δ, too: the tolerance ε of these soft
     constraints; the smaller, the closer. None for none."""
     contrast_tolerance: Annotated[float | Literal["inf"] | None, Gt(0)] = None
-    """Spare other subjects with the same last token, to whose keys C is blind: draw keys of the
-    edit token after other beginnings of the subject, and let them change by little. This is the
-    tolerance ε of these soft constraints; the smaller, the less they change, and the more the edit
-    depends on the context. "inf" for none. None for the model's default, mostly "inf"."""
+    """Spare other subjects with the same last token, from which C does not protect: keys of the
+    edit token after other beginnings of the subject are added to C with a weight of 1/ε. The
+    smaller this ε, the less they change, and the more the edit depends on the context. "inf" for
+    none. None for the model's default, mostly "inf"."""
     scale_delta: bool = True
     """Search with the fraction of δ that the edit will add in each context. --no-scale-delta adds
     the whole δ in every context, as in the paper's code."""
