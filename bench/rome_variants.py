@@ -54,10 +54,12 @@ TUNE = slice(100, 500)
 """Records on which settings may be chosen."""
 COLUMNS = {"ES": "ES", "EM": "EM", "likely": "prompt_correct", "PS": "PS", "NS": "NS"}
 
-OLD_SEARCH = ValueSearch(retry=False, unit="fact", lr=0.5, lr_form="paper", steps=20, clamp=4.0)
+OLD_SEARCH = ValueSearch(
+    retry=False, unit="fact", lr=0.5, lr_form="paper", steps=20, clamp=4.0, half_weight=0.0
+)
 BASE = Rome(
-    key="mean-and-bare", scale_delta=True, context_tolerance=None, contrast_tolerance="inf",
-    search=ValueSearch(retry=False, steps=20, clamp=4.0, stop_probability=None),
+    key="mean-and-bare", scale_delta=True, context_tolerance="inf", contrast_tolerance="inf",
+    search=ValueSearch(retry=False, steps=20, clamp=4.0, half_weight=0.0, stop_probability=None),
 )  # fmt: skip
 """Two keys, δ scaled in the search, settings relative to the layer's usual norm, no contrast."""
 BEFORE = replace(BASE, key="mean", scale_delta=False, search=OLD_SEARCH)
@@ -68,9 +70,10 @@ PROTECT = "protect"
 """A setting of this script only: α of C + α E[k kᵀ] over last subject tokens."""
 FACTS_NORM = "search.unit=fact+search.lr=0.5+search.lr_form=paper"
 """‖v₀‖ as the unit, and an absolute learning rate."""
-NO_CONTRAST = "method=default+contrast_tolerance=inf"
+PLAIN = "method=default+contrast_tolerance=inf+search.half_weight=0.0"
+"""The default without contrast keys and without the KL term at half of δ."""
 NEIGHBOURS = {
-    name: f"{NO_CONTRAST}+{settings}"
+    name: f"{PLAIN}+{settings}"
     for name, settings in {
         "lr 0.25": "search.lr=0.25",
         "lr 0.3": "search.lr=0.3",
@@ -98,18 +101,20 @@ NEIGHBOURS = {
         "fact's norm, clamp 3": f"{FACTS_NORM}+search.clamp=3.0",
     }.items()
 }
-"""Variants of the default without contrast keys that might spare neighbours."""
-CONTRASTS = {
-    "no contrast": NO_CONTRAST,
-    **{f"contrast {x}": f"method=default+contrast_tolerance={x}" for x in (0.1, 0.3, 1.0, 3.0)},
-    **{f"contrast 1.0, lr {x}": f"method=default+search.lr={x}" for x in (0.4, 0.5)},
-    **{
-        f"contrast 0.3, lr {x}": f"method=default+contrast_tolerance=0.3+search.lr={x}"
-        for x in (0.4, 0.5)
-    },
-    "contrast 1.0, layer 4": "method=default+layer=4",
+"""Variants of the plain default that might spare neighbours."""
+SPARING = {
+    "plain": PLAIN,
+    "contexts only": f"{PLAIN}+context_tolerance=0.01",
+    "contrast, no contexts": "method=default+context_tolerance=inf+search.half_weight=0.0",
+    "contrast and contexts": "method=default+search.half_weight=0.0",
+    "half only": "method=default+contrast_tolerance=inf",
+    "half 0.5": "method=default+search.half_weight=0.5",
+    "half 2": "method=default+search.half_weight=2.0",
+    "contrast 3": "method=default+contrast_tolerance=3.0",
+    "contrast 0.3": "method=default+contrast_tolerance=0.3",
+    "contrast 3, half 0.5": "method=default+contrast_tolerance=3.0+search.half_weight=0.5",
 }
-"""Variants of the default with contrast keys."""
+"""Variants of what spares neighbours: contrast keys, contexts in C, the KL term at half of δ."""
 VARIANTS: dict[str, str] = {
     "two keys": "",
     "40 steps": "search.steps=40",
@@ -140,7 +145,7 @@ VARIANTS: dict[str, str] = {
     "40 steps, ridge 0.01": "search.steps=40+ridge=0.01",
     "40 steps, ridge 0.1": "search.steps=40+ridge=0.1",
     **NEIGHBOURS,
-    **CONTRASTS,
+    **SPARING,
 }
 
 

@@ -13,8 +13,9 @@ from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
 from factscope.editing.rome import (
+    CONTEXT_TOLERANCE,
     BoundRome,
-    add_contrast,
+    add_to_moment,
     insert,
     insert_each,
     update_directions,
@@ -55,12 +56,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "contrast, last": {"contrast_tolerance": 1.0, "token": "last"},
     "contrast, subject-first": {"contrast_tolerance": 1.0, "token": "subject-first"},
     "contrast, no prefixes": {"contrast_tolerance": 1.0, "prefixes": ()},
+    "contrast, no contexts": {"contrast_tolerance": 1.0, "context_tolerance": "inf"},
+    "contexts": {"context_tolerance": 0.1},
+    "contexts, mean key": {"context_tolerance": 1.0, "key": "mean"},
+    "contexts, bare key": {"context_tolerance": 0.1, "key": "bare", "value": "bare"},
     "clamp": {"search": replace(FEW, clamp=0.3)},
     "stop": {"search": replace(FEW, stop_loss=5.0, steps=12)},
     "stop by probability": {"search": replace(FEW, stop_probability=1e-4, steps=12)},
     "unit of the fact": {"search": replace(FEW, unit="fact", clamp=0.3)},
     "one step": {"search": replace(FEW, steps=1)},
     "kl_weight": {"search": replace(FEW, kl_weight=1.0)},
+    "half_weight": {"search": replace(FEW, half_weight=1.0)},
+    "half_weight, whole delta": {"search": replace(FEW, half_weight=2.0), "scale_delta": False},
+    "half_weight, contrast": {
+        "search": replace(FEW, half_weight=1.0, steps=12),
+        "contrast_tolerance": 1.0,
+    },
 }
 
 
@@ -142,7 +153,7 @@ def test_closed_form_is_the_smallest_update_in_the_norm_of_C(constraints: int) -
     K = torch.randn(constraints, width, generator=generator, dtype=torch.double)
     r = torch.randn(height, generator=generator, dtype=torch.double)
     U = torch.linalg.solve(C, K.T).T
-    change = insert(K[None].float(), U[None].float(), torch.zeros(constraints), r[None].float())
+    change = insert(K[None].float(), U[None].float(), r[None].float())
     assert change.rank == 1
     # Minimise ½ Σ ΔᵢC Δᵢᵀ + μᵢ (Δᵢ k - rᵢ) row by row: one linear (KKT) system per row.
     kkt = torch.zeros(width + constraints, width + constraints, dtype=torch.double)
@@ -180,37 +191,69 @@ def test_contrast_keys_receive_less_of_delta(lm: LM) -> None:
     assert fractions[0] > fractions[1] + 1e-3 > fractions[2] + 2e-3
 
 
-def test_contrast_is_the_optimum_of_its_soft_constraints() -> None:
-    """Against a numeric minimum of wᵀC w + Σ (wᵀk)² / (ε kᵀC⁻¹k) subject to wᵀK = 1."""
+def test_update_direction_is_the_optimum_of_its_soft_constraints() -> None:
+    """Against a numeric minimum of wᵀC w + Σ (wᵀr)² / slack subject to wᵀK = 1."""
     generator = torch.Generator().manual_seed(0)
     noise, K = (torch.randn(n, 7, generator=generator, dtype=torch.double) for n in (20, 5))
-    C, tolerance = noise.T @ noise / 20, 0.5
-    U, exact, soft = torch.linalg.solve(C, K.T).T[None], K[None, :2], K[None, 2:]
-    added = add_contrast(U[:, :2], soft, U[:, 2:], tolerance)
-    (w,) = update_directions(exact, added, torch.zeros(2))
-    slack = tolerance * (soft * U[:, 2:]).sum(-1)[0, :, None]
-    penalised = C + K[2:].T @ (K[2:] / slack)
+    C, slack = noise.T @ noise / 20, torch.tensor([0.5, 2.0, 0.1], dtype=torch.double)
+    U = torch.linalg.solve(C, K.T).T[None]
+    added = add_to_moment(U[:, :2], K[None, 2:], U[:, 2:], slack[None])
+    (w,) = update_directions(K[None, :2], added)
+    penalised = C + K[2:].T @ (K[2:] / slack[:, None])
     kkt = torch.zeros(9, 9, dtype=torch.double)
     kkt[:7, :7], kkt[:7, 7:], kkt[7:, :7] = penalised, K[:2].T, K[:2]
     wanted = torch.linalg.solve(kkt, torch.tensor([0.0] * 7 + [1.0] * 2, dtype=torch.double))[:7]
     assert torch.allclose(w, wanted, atol=1e-10)
 
 
-def test_joint_edit_adds_the_contrast_keys_of_all_facts_to_C() -> None:
+def test_joint_edit_adds_the_soft_constraints_of_all_facts_to_C() -> None:
     lm = text_lm("llama")
-    moment, tolerance = random_moment(lm, 1), 0.5
-    bound = rome_on(lm, layer=1, second_moment=moment, contrast_tolerance=tolerance, ridge=0.0)
+    moment, tolerances = random_moment(lm, 1), {"contrast_tolerance": 0.5, "context_tolerance": 0.1}
+    bound = rome_on(lm, layer=1, second_moment=moment, ridge=0.0, **tolerances)
     values = values_on(bound, FACTS)
     (change,) = bound.insert(values).changes.values()
-    contrast = torch.cat([value.contrast for value in values]).double()
-    C = moment.matrix.double()
-    weights = tolerance * (contrast * torch.linalg.solve(C, contrast.T).T).sum(-1)
-    C = C + contrast.T @ (contrast / weights[:, None])
+    plain = C = moment.matrix.double()
+
+    def sizes(keys: torch.Tensor) -> torch.Tensor:
+        return (keys * torch.linalg.solve(plain, keys.T).T).sum(-1, keepdim=True)
+
+    for value in values:
+        keys, contrast = value.keys.double(), value.contrast.double()
+        mean = keys.mean(0, keepdim=True)
+        C = C + contrast.T @ (contrast / (0.5 * sizes(contrast)))
+        C = C + (keys - mean).T @ ((keys - mean) / (0.1 * sizes(mean)))
     K = torch.stack([k for value in values for k in (value.keys.mean(0), value.keys[0])]).double()
     wanted = bound.residuals(values).repeat_interleave(2, 0).double()
     U = torch.linalg.solve(C, K.T).T
     assert close(change.matrix().double(), wanted.T @ torch.linalg.solve(U @ K.T, U))
     assert close(change.matrix().double() @ K.T, wanted.T)
+
+
+def test_context_tolerance_gives_every_context_nearly_all_of_delta() -> None:
+    lm = text_lm("gpt2")
+    spread = []
+    for tolerance in ("inf", 1e-3, 1e-5):
+        moment = random_moment(lm, 1)
+        bound = rome_on(lm, layer=1, second_moment=moment, context_tolerance=tolerance)
+        (value,) = values_on(bound, FACTS[:1])
+        (w,) = bound.update_directions(value.keys[None], value.contrast[None])
+        spread.append((value.keys.double() @ w - 1).abs().max().item())
+    assert spread[0] > 4 * spread[1] > 40 * spread[2]
+
+
+def test_contexts_are_held_by_default_where_contrast_keys_are_added() -> None:
+    lm = text_lm("gpt2")
+    for contrast, contexts_, wanted in (
+        ("inf", None, "inf"), (1.0, None, CONTEXT_TOLERANCE), (1.0, "inf", "inf"), (1.0, 0.5, 0.5),
+    ):  # fmt: skip
+        bound = rome_on(lm, contrast_tolerance=contrast, context_tolerance=contexts_)
+        assert bound.settings.context_tolerance == wanted
+
+
+def test_keys_of_zeros_are_no_constraints() -> None:
+    """ReLU can give them."""
+    U, zeros = torch.randn(1, 2, 7), torch.zeros(1, 3, 7)
+    assert torch.equal(add_to_moment(U, zeros, zeros, torch.zeros(1, 3).double()), U.double())
 
 
 def test_contrast_rows_replace_only_the_beginning_of_the_subject(
@@ -229,7 +272,9 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
         keys = contrast_keys(lm, FACTS, 0, token, seed=0)
         again = contrast_keys(lm, FACTS[1:], 0, token, seed=0)
         assert close(keys[1:], again)  # independently of the other facts
-        (ids, _) = recorded
+        (firsts, ids, firsts_again, _) = recorded
+        assert firsts.shape[1] == 1  # gpt2 has no BOS
+        assert torch.equal(firsts, firsts_again)
         for fact, rows in zip(FACTS, ids.unflatten(0, (len(FACTS), -1)), strict=True):
             prompt, (start, end) = encode_fact(lm, replace(fact, target=None))
             edited = {"subject-last": end - 1, "subject-first": start}.get(

@@ -170,7 +170,7 @@ def test_second_moments_are_described_by_their_source() -> None:
     assert [describe_second_moment(x) for x in (None, "find")] == ["identity", "find"]
     rome = Rome(layer=1, prefixes=(), second_moment=moment)
     assert rome.to_dict()["second_moment"] == described
-    assert rome.resolve(lm) == replace(rome, contrast_tolerance="inf")
+    assert rome.resolve(lm) == replace(rome, contrast_tolerance="inf", context_tolerance="inf")
 
 
 def test_settings_need_no_torch() -> None:

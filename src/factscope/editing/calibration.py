@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KIND = "factscope calibration"
 VERSION = 1
 CALIBRATED: dict[str, tuple[str, ...]] = {
-    "rome": ("layer", "clamp", "lr", "contrast_tolerance", "weight_decay"),
+    "rome": ("layer", "clamp", "lr", "half_weight", "contrast_tolerance", "weight_decay"),
     "memit": ("layers", "clamp", "covariance_weight", "lr"),
     "ft-l": ("layer", "max_change"),
 }
@@ -126,7 +126,7 @@ def calibrated_values(lm: "LM", method: str) -> Mapping[str, Any]:
 
 def editor_with(method: str, values: Mapping[str, Any]) -> Any:
     """The default editor of a method with some settings, those of its value search included."""
-    searched = {item.name for item in fields(ValueSearch)} & {"clamp", "lr", "weight_decay"}
+    searched = {item.name for item in fields(ValueSearch)} & set(CALIBRATED[method])
     base: Any = editor(method)
     own = {name: x for name, x in values.items() if name not in searched}
     search = {name: x for name, x in values.items() if name in searched}

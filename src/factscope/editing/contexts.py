@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from factscope.editing.editor import results_or_errors
-from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
+from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings, ValueSearch
 from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
-from factscope.lm.tokens import continuation_ids, encode_fact
+from factscope.lm.tokens import continuation_ids, encode, encode_fact
 from factscope.stats.covariance import run_to_layer
 
 if TYPE_CHECKING:
@@ -57,6 +57,12 @@ class ContextRow(TokenRow):
 
     edit_position: int
     """Position at which the fact is written."""
+
+    @property
+    def prompt(self) -> "ContextRow":
+        """The prompt alone, without labels."""
+        end = self.positions[0]
+        return ContextRow(self.ids[: end + 1], (end,), (), self.edit_position)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,35 +138,51 @@ def bare_keys(
 
 
 CONTRASTS = 20
-"""Contrast keys of a fact."""
+"""Contrast keys at the edit token, and at first tokens."""
 
 
 def contrast_keys(
     lm: "LM", facts: Sequence[Fact], layer: int, token: EditToken, seed: int
 ) -> Float[Tensor, "fact contrast key"]:
-    """Keys of each fact's edit token after other beginnings of the subject.
+    """Keys that an edit should spare: of its edit token after other beginnings of the subject, and
+    of first tokens.
 
-    Half of the subject's tokens before the edit token, and at least one of them, are replaced by
-    random ones. Where there is none before it, the token itself is replaced.
+    In other beginnings, half of the subject's tokens before the edit token, and at least one of
+    them, are replaced by random ones. Where there is none before it, the token itself is replaced.
+    First tokens are random ones, or BOS where texts start with it. In many models they are
+    attention sinks, with keys of their own kind; a subject at the start of its bare prompt can
+    have such a key too.
     """
     # A tokenizer may have more tokens than the embedding has rows.
     count = min(len(lm.tokenizer), lm.embed.weight.shape[0])
-    ordinary = sorted(set(range(count)) - set(lm.tokenizer.all_special_ids))
-    rows = []
+    ordinary = torch.tensor(sorted(set(range(count)) - set(lm.tokenizer.all_special_ids)))
+
+    def keys(rows: Sequence[ContextRow]) -> Float[Tensor, "row key"]:
+        return keys_of_rows(lm, rows, [layer])[layer]
+
+    rows: list[ContextRow] = []
     for fact in facts:
         prompt, (start, end) = encode_fact(lm, replace(fact, target=None))
         edited = context_row(lm, replace(fact, target=None), (), token).edit_position
         end = min(end, edited) if edited > start else start + 1
         generator = torch.Generator().manual_seed(seed)
         shape = CONTRASTS, end - start
-        drawn = torch.tensor(ordinary)[torch.randint(len(ordinary), shape, generator=generator)]
+        drawn = ordinary[torch.randint(len(ordinary), shape, generator=generator)]
         replaced = torch.rand(shape, generator=generator) < 0.5
         one = torch.randint(shape[1], (CONTRASTS, 1), generator=generator)
         replaced.scatter_(1, one, True)
         ids = torch.tensor(prompt.ids[: edited + 1]).repeat(CONTRASTS, 1)
         ids[:, start:end] = torch.where(replaced, drawn, ids[:, start:end])
         rows += [ContextRow(tuple(row), (), (), edited) for row in ids.tolist()]
-    return keys_of_rows(lm, rows, [layer])[layer].unflatten(0, (len(facts), -1))
+
+    first = encode(lm, "A").ids[:1]
+    if first[0] not in lm.tokenizer.all_special_ids:
+        generator = torch.Generator().manual_seed(seed)
+        first = ordinary[torch.randint(len(ordinary), (CONTRASTS,), generator=generator)].tolist()
+    sinks = keys([ContextRow((token_id,), (), (), 0) for token_id in first])
+    return torch.cat(
+        [keys(rows).unflatten(0, (len(facts), -1)), sinks.expand(len(facts), -1, -1)], 1
+    )
 
 
 @torch.no_grad()
@@ -176,6 +198,19 @@ def keys_of_rows(
         ids = pad_rows(part, lm.device)
         run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
     return {layer: torch.cat(parts) for layer, parts in keys.items()}
+
+
+HALF = 0.5
+"""The fraction of δ in the second KL row."""
+
+
+def kl_rows(
+    lm: "LM", request: EditRequest, token: EditToken, search: ValueSearch
+) -> list[ContextRow]:
+    """The prompts of the KL terms: the essence prompt and, with a weight for it, the bare prompt,
+    which gets half of δ."""
+    essence = kl_row(lm, request.fact, token, search.kl_position)
+    return [essence, request.rows[0].prompt] if search.half_term_weight else [essence]
 
 
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:

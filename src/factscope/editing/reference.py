@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
+from factscope.editing.contexts import HALF, ContextRow, edit_request, kl_rows, pad_rows
 from factscope.editing.rome import EQUAL_KEYS, BoundRome
 from factscope.editing.settings import ValueSearch
 from factscope.editing.value_search import usual_norm
@@ -36,20 +36,21 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     """The rank-one update for one fact."""
     lm, settings, layer = bound.lm, bound.settings, bound.layer
     request = edit_request(lm, fact, bound.prefixes, settings.token)
-    rows = [*request.rows, kl_row(lm, fact, settings.token, bound.search.kl_position)]
-    # 1. keys and values of every context (the last row is the KL prompt), and w
+    contexts = len(request.rows)
+    rows = [*request.rows, *kl_rows(lm, request, settings.token, bound.search)]
+    # 1. keys and values of every context (the last rows are KL prompts), and w
     all_keys = mlp_keys(lm, pad_rows(rows, lm.device), layer)
     keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    w = update_direction(bound, keys[:-1], bound.contrast_keys([request]))
+    w = update_direction(bound, keys[:contexts], bound.contrast_keys([request]))
     # 2. δ
     scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
     by_layer = bound.search.unit == "layer"
     norm = usual_norm(lm, layer, "mlp", settings.token) if by_layer else values[0].norm().item()
     delta, losses = search_delta(lm, rows, lm.mlp_out(layer), bound.search, norm, scale)
     # 3. the update
-    bare, mean = values[0], values[:-1].mean(0)
+    bare, mean = values[0], values[:contexts].mean(0)
     v_star = (bare if settings.value == "bare" else mean) + delta
     W_k = bare if settings.key == "bare" else mean
     return ReferenceEdit(delta=delta, change=torch.outer(v_star - W_k, w), losses=losses)
@@ -69,12 +70,16 @@ def update_direction(
     if moment is not None:
         matrix = moment.matrix.to(C)
         C = matrix + bound.settings.ridge * matrix.diagonal().mean() * C
+    plain = C
     if contrast is not None:
-        K = contrast[0].double()
-        weights = float(bound.settings.contrast_tolerance or 0) * (
-            K * torch.linalg.solve(C, K.T).T
-        ).sum(-1)
-        C = C + K.T @ (K / weights[:, None])
+        for k in contrast[0].double():
+            size = k @ torch.linalg.solve(plain, k)
+            C = C + torch.outer(k, k) / (float(bound.settings.contrast_tolerance or 0) * size)
+    if bound.settings.context_tolerance not in (None, "inf"):
+        size = mean.double() @ torch.linalg.solve(plain, mean.double())
+        for difference in (keys - mean).double():
+            weight = 1 / (float(bound.settings.context_tolerance) * size)
+            C = C + weight * torch.outer(difference, difference)
 
     def direction(key: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
         return torch.linalg.solve(C, key.double()).float()
@@ -102,13 +107,16 @@ def search_delta(
     scale: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " value"], list[float]]:
     """Adam on δ, which is added to a module's output at the edit tokens, times each row's scale.
-    The last row is the KL term's."""
+    The rows without labels are those of the KL terms, the second with half of δ."""
     delta = torch.zeros(lm.width, device=lm.device, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=search.step_size(norm, lm.width))
     ids = pad_rows(rows, lm.device)
     at_edit_token = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
     for i, row in enumerate(rows):
         at_edit_token[i, row.edit_position] = scale[i]
+    targeted = [i for i, row in enumerate(rows) if row.labels]
+    others = [i for i, row in enumerate(rows) if not row.labels]
+    at_edit_token[others[1:]] *= HALF
 
     def add_delta(output: Tensor) -> Tensor:
         return output + (at_edit_token * delta.to(lm.dtype)).reshape(output.shape)
@@ -118,16 +126,15 @@ def search_delta(
     for step in range(search.max_steps):
         with hook_outputs((module, add_delta)):
             log_p = lm.model(ids, use_cache=False).logits.float().log_softmax(-1)
-        targets = [
-            log_p[i, list(row.positions), list(row.labels)] for i, row in enumerate(rows[:-1])
-        ]
+        targets = [log_p[i, list(rows[i].positions), list(rows[i].labels)] for i in targeted]
         nll = [-log_probs.mean() for log_probs in targets]
-        now = log_p[-1, rows[-1].positions[0]]
+        now = torch.stack([log_p[i, rows[i].positions[0]] for i in others])
         unedited = now.detach() if unedited is None else unedited
-        kl = (now.exp() * (now - unedited)).sum()
+        kl = (now.exp() * (now - unedited)).sum(-1)
+        weights = torch.tensor([search.kl_weight, search.half_term_weight])[: len(kl)].to(kl)
         power = 2 if search.weight_decay_form == "paper" else 1
         decay = delta.norm() / norm**power
-        loss = torch.stack(nll).mean() + search.kl_weight * kl + search.decay_weight * decay
+        loss = torch.stack(nll).mean() + weights @ kl + search.decay_weight * decay
         losses.append(loss.item())
         probable = search.stop_probability is not None and (
             torch.cat(targets).min().exp() >= search.stop_probability

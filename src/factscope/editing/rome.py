@@ -15,8 +15,10 @@ only a part of δ; so by default its key is the second row. w is known before th
 search adds in each context the part of δ that the edit will add there.
 
 C does not protect the keys that are closest to the fact's: those of other subjects with the same
-last token ("Honda CB1100" beside "Honda ST1100"). With `contrast_tolerance` ε, keys k of this token
-after other beginnings of the subject are added to it, as k kᵀ / (ε kᵀC⁻¹k): for them, wᵀk is small.
+last token ("Honda CB1100" beside "Honda ST1100"), and in some models those of the first tokens of
+texts. `contrast_keys` are examples of both. With `contrast_tolerance` ε they are added to C, as
+k kᵀ / (ε kᵀC⁻¹k), so that wᵀk is small for them. So are, with `context_tolerance`, the differences
+between the keys of the contexts, so that wᵀk is about 1 for each of these.
 
 For several facts at once, K has the rows of all of them, and the w of a fact has wᵀk = 1 for its
 own rows and 0 for those of the others.
@@ -24,7 +26,7 @@ own rows and 0 for those of the others.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 EQUAL_KEYS = 1e-5
 """Keys whose relative difference is below this count as equal: it may be rounding."""
+CONTEXT_TOLERANCE = 0.01
+"""`context_tolerance` where contrast keys are added to C: without it, w would use what tells the
+contexts of the fact apart, and its paraphrases would receive less of δ."""
 
 
 class BoundRome(BoundValueEditor[Rome]):
@@ -61,14 +66,18 @@ class BoundRome(BoundValueEditor[Rome]):
         self.prefixes = resolve_prefixes(lm, settings)
         defaults = rome_defaults(lm)
         self.search = settings.search.resolve(
-            clamp=defaults.clamp, lr=defaults.lr, weight_decay=defaults.weight_decay
-        )
+            clamp=defaults.clamp, lr=defaults.lr, half_weight=defaults.half_weight,
+            weight_decay=defaults.weight_decay,
+        )  # fmt: skip
         self.second_moment = resolve_second_moment(lm, self.layer, settings.second_moment)
+        contrast_tolerance = settings.contrast_tolerance or defaults.contrast_tolerance
+        default_context_tolerance = "inf" if contrast_tolerance == "inf" else CONTEXT_TOLERANCE
         self.settings = replace(
             settings,
             layer=self.layer,
             prefixes=self.prefixes,
-            contrast_tolerance=settings.contrast_tolerance or defaults.contrast_tolerance,
+            context_tolerance=settings.context_tolerance or default_context_tolerance,
+            contrast_tolerance=contrast_tolerance,
             search=self.search,
             second_moment=self.second_moment or "identity",
         )
@@ -111,10 +120,10 @@ class BoundRome(BoundValueEditor[Rome]):
     def scales(
         self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
     ) -> Float[Tensor, "fact row"] | None:
-        """wᵀk of the contexts and of the KL prompt, which is the last row."""
+        """wᵀk of the contexts and of the KL prompts, which follow them."""
         if not self.settings.scale_delta:
             return None
-        w = self.update_directions(keys[:, :-1], contrast)
+        w = self.update_directions(keys[:, : len(self.prefixes) + 1], contrast)
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
     def contrast_keys(
@@ -142,8 +151,8 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        K, U, tolerances = self._constraints(*_keys_of(values))
-        w, k = update_directions(K, U, tolerances), K[:, 0].double()
+        K, U = self._constraints(*_keys_of(values))
+        w, k = update_directions(K, U), K[:, 0].double()
         # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
         return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
 
@@ -153,45 +162,58 @@ class BoundRome(BoundValueEditor[Rome]):
         contrast: Float[Tensor, "fact contrast key"],
         *,
         jointly: bool = False,
-    ) -> tuple[
-        Float[Tensor, "fact constraint key"],
-        Float[Tensor, "fact constraint key"],
-        Float[Tensor, " constraint"],
-    ]:
-        """The keys k with wᵀk = 1, the vectors C⁻¹k that w is composed of, and the tolerances: 0
-        for the keys that are changed exactly, ε for those of the contexts. `jointly`, the contrast
-        keys of all facts are added to C."""
+    ) -> tuple[Float[Tensor, "fact constraint key"], Float[Tensor, "fact constraint key"]]:
+        """The keys k with wᵀk = 1, and the vectors C⁻¹k that w is composed of. `jointly`, what is
+        added to C is that of all facts."""
         mean, bare = keys.mean(1, keepdim=True), keys[:, :1]
         rows = {"mean": [mean], "bare": [bare], "mean-and-bare": [mean, bare]}[self.settings.key]
-        if keys.shape[1] == 1:  # without prefixes all of them are the same
+        if keys.shape[1] == 1:  # without prefixes both are the same
             rows = [bare]
-        elif self.settings.context_tolerance is not None:
-            rows.append(keys)
         K = torch.cat(rows, 1)
         source = mean if self.settings.key == "bare" else K
+        R, solved, slack = self._soft_constraints(keys, contrast)
         if jointly:
-            source, contrast = source.flatten(0, 1)[None], contrast.flatten(0, 1)[None]
-        U = self.directions(source, contrast).reshape(len(K), -1, K.shape[-1])
-        tolerances = torch.full((K.shape[1],), self.settings.context_tolerance or 0.0)
-        tolerances[: 2 if self.settings.key == "mean-and-bare" else 1] = 0
-        return K, U, tolerances.to(K.device)
+            source, R, solved = (x.flatten(0, 1)[None] for x in (source, R, solved))
+            slack = slack.flatten()[None]
+        U = add_to_moment(self.directions(source), R, solved, slack)
+        return K, U.reshape(len(K), -1, K.shape[-1])
 
-    def directions(
-        self, keys: Float[Tensor, "fact n key"], contrast: Float[Tensor, "fact contrast key"]
-    ) -> Float[Tensor, "fact n key"]:
-        """C⁻¹k for each key, with the contrast keys added to C."""
-        U = self._without_contrast(keys)
-        if contrast.shape[1] == 0:
-            return U
-        K, tolerance = contrast.double(), float(self.settings.contrast_tolerance or "inf")
-        return add_contrast(U, K, self._without_contrast(K), tolerance)
+    def _soft_constraints(
+        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
+    ) -> tuple[
+        Float[Tensor, "fact row key"], Float[Tensor, "fact row key"], Float[Tensor, "fact row"]
+    ]:
+        """Vectors r with small wᵀr, C⁻¹r, and the slack of each: the contrast keys, and the
+        differences between the keys of the contexts."""
+        mean = keys.mean(1, keepdim=True)
+        solved = self.directions(contrast)
+        slack = _tolerance(self.settings.contrast_tolerance) * _products(contrast, solved)
+        if self.settings.context_tolerance in (None, "inf"):
+            return contrast, solved, slack
+        differences = keys - mean
+        size = _products(mean, self.directions(mean)).expand(keys.shape[:2])
+        return (
+            torch.cat([contrast, differences], 1),
+            torch.cat([solved, self.directions(differences)], 1),
+            torch.cat([slack, _tolerance(self.settings.context_tolerance) * size], 1),
+        )
 
-    def _without_contrast(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
+    def directions(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
         """C⁻¹k for each key."""
         if self.second_moment is None:
             return keys
         flat = self.second_moment.solve(keys.flatten(0, 1), ridge=self.settings.ridge)
         return flat.reshape(keys.shape)
+
+
+def _tolerance(setting: float | Literal["inf"] | None) -> float:
+    return float("inf" if setting is None else setting)
+
+
+def _products(
+    a: Float[Tensor, "fact n key"], b: Float[Tensor, "fact n key"]
+) -> Float[Tensor, "fact n"]:
+    return (a.double() * b).sum(-1)
 
 
 def _keys_of(
@@ -202,19 +224,16 @@ def _keys_of(
 
 # ---- the closed form
 #
-# K holds the keys of the constraints, U = K C⁻¹. A soft constraint with tolerance ε has its entry
-# in the diagonal of K C⁻¹Kᵀ multiplied by 1 + ε.
+# K holds the keys of the constraints, U = K C⁻¹.
 
 
 def insert(
     K: Float[Tensor, "fact constraint key"],
     U: Float[Tensor, "fact constraint key"],
-    tolerances: Float[Tensor, " constraint"],
     residuals: Float[Tensor, "fact value"],
 ) -> LowRank:
     """One update that changes the values of every fact's keys by its residual."""
-    rows = _dual(K.flatten(0, 1), U.flatten(0, 1), tolerances.repeat(len(K)))
-    A = rows.unflatten(0, (len(K), -1)).sum(1)
+    A = _dual(K.flatten(0, 1), U.flatten(0, 1)).unflatten(0, (len(K), -1)).sum(1)
     return LowRank(residuals.T.float().contiguous().cpu(), A.float().cpu())
 
 
@@ -227,31 +246,30 @@ def insert_each(
 
 
 def update_directions(
-    K: Float[Tensor, "fact constraint key"],
-    U: Float[Tensor, "fact constraint key"],
-    tolerances: Float[Tensor, " constraint"],
+    K: Float[Tensor, "fact constraint key"], U: Float[Tensor, "fact constraint key"]
 ) -> Float[Tensor, "fact key"]:
     """w of each fact on its own, in float64."""
-    return _dual(K, U, tolerances).sum(1)
+    return _dual(K, U).sum(1)
 
 
-def add_contrast(
+def add_to_moment(
     U: Float[Tensor, "fact n key"],
-    K: Float[Tensor, "fact contrast key"],
-    K_solved: Float[Tensor, "fact contrast key"],
-    tolerance: float,
+    R: Float[Tensor, "fact row key"],
+    solved: Float[Tensor, "fact row key"],
+    slack: Float[Tensor, "fact row"],
 ) -> Float[Tensor, "fact n key"]:
-    """C⁻¹k for each row k of U C, with C + Σ kkᵀ / (ε kᵀC⁻¹k) over the contrast keys K in the
-    place of C: Woodbury's formula, given K C⁻¹."""
-    products = K @ K_solved.mT
-    slack = tolerance * products.diagonal(dim1=-2, dim2=-1).diag_embed()
-    return U - U.double() @ K.mT @ torch.linalg.solve(products + slack, K_solved)
+    """C⁻¹k for each row k of U C, with C + Σ r rᵀ / slack over the rows r of R in the place of C:
+    Woodbury's formula, given R C⁻¹."""
+    if R.shape[1] == 0:
+        return U
+    R, solved = R.double(), solved.double()
+    # A key of zeros, which ReLU can give, has no slack and would make the matrix singular.
+    products = R @ solved.mT + slack.clamp_min(torch.finfo(slack.dtype).tiny).diag_embed()
+    return U - U.double() @ R.mT @ torch.linalg.solve(products, solved)
 
 
 def _dual(
-    K: Float[Tensor, "*fact constraint key"],
-    U: Float[Tensor, "*fact constraint key"],
-    tolerances: Float[Tensor, " constraint"],
+    K: Float[Tensor, "*fact constraint key"], U: Float[Tensor, "*fact constraint key"]
 ) -> Float[Tensor, "*fact constraint key"]:
     """(U Kᵀ)⁻¹ U in float64: of each constraint, the vector that is 1 on it and 0 on the others.
 
@@ -260,5 +278,4 @@ def _dual(
     """
     U = U.double()
     U = U / U.norm(dim=-1, keepdim=True)
-    products = U @ K.double().mT * (1 + tolerances.double().diag())
-    return torch.linalg.pinv(products, rtol=EQUAL_KEYS**2) @ U
+    return torch.linalg.pinv(U @ K.double().mT, rtol=EQUAL_KEYS**2) @ U

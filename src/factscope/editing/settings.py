@@ -155,6 +155,10 @@ class ValueSearch:
     kl_position: KlPosition = "end"
     """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
     edit token."""
+    half_weight: Annotated[float | None, Ge(0)] = None
+    """Weight of a second KL term, after the bare prompt with half of δ: other facts whose keys
+    resemble the fact's receive a part of δ, which should not change them. None for the model's
+    default, mostly 0."""
     weight_decay: Annotated[float | None, Ge(0)] = None
     """Weight of the term that keeps δ small. None for the model's default, mostly 0.01."""
     weight_decay_form: Literal["relative", "paper"] = "relative"
@@ -182,12 +186,23 @@ class ValueSearch:
         return norm * (lr / width**0.5) if self.lr_form == "relative" else norm * 0 + lr
 
     @property
+    def half_term_weight(self) -> float:
+        """`half_weight`, or its usual default."""
+        return self.half_weight or 0.0
+
+    @property
     def decay_weight(self) -> float:
         """`weight_decay`, or its usual default."""
         return 0.01 if self.weight_decay is None else self.weight_decay
 
     def resolve(
-        self, *, steps: int = 20, clamp: float = 4.0, lr: float = 0.5, weight_decay: float = 0.01
+        self,
+        *,
+        steps: int = 20,
+        clamp: float = 4.0,
+        lr: float = 0.5,
+        half_weight: float = 0.0,
+        weight_decay: float = 0.01,
     ) -> "ValueSearch":
         """The same with a model's defaults where nothing was given."""
         return replace(
@@ -195,6 +210,7 @@ class ValueSearch:
             steps=self.steps or steps,
             clamp=self.clamp or clamp,
             lr=self.lr or lr,
+            half_weight=half_weight if self.half_weight is None else self.half_weight,
             weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
         )
 
@@ -215,14 +231,16 @@ class Rome(PrefixSettings, Editor):
     """Keys whose values change by exactly δ: the mean over contexts and the bare prompt's, only the
     mean, or only the bare prompt's, in the direction of the mean, as in the paper's code, where
     that mismatch sometimes gives an update that breaks the model."""
-    context_tolerance: Annotated[float | None, Gt(0)] = None
-    """Make the keys of all contexts change by about δ, too: the tolerance ε of these soft
-    constraints; the smaller, the closer. None for none."""
     contrast_tolerance: Annotated[float | Literal["inf"] | None, Gt(0)] = None
-    """Spare other subjects with the same last token, from which C does not protect: keys of the
-    edit token after other beginnings of the subject are added to C with a weight of 1/ε. The
-    smaller this ε, the less they change, and the more the edit depends on the context. "inf" for
-    none. None for the model's default, mostly "inf"."""
+    """Spare other subjects with the same last token, and first tokens of texts, which C does not
+    protect enough: keys of the edit token after other beginnings of the subject, and of first
+    tokens, are added to C with a weight of 1/ε. The smaller this ε, the less they change, and the
+    more the edit depends on the context. "inf" for none. None for the model's default, mostly
+    "inf"."""
+    context_tolerance: Annotated[float | Literal["inf"] | None, Gt(0)] = None
+    """Make the values of all contexts change by about δ: the differences between their keys are
+    added to C with a weight of 1/ε. "inf" for none. None for 0.01 with contrast keys, otherwise
+    "inf"."""
     scale_delta: bool = True
     """Search with the fraction of δ that the edit will add in each context. --no-scale-delta adds
     the whole δ in every context, as in the paper's code."""
@@ -295,6 +313,7 @@ PAPER_SEARCH = ValueSearch(
     unit="fact",
     retry=False,
     kl_position="edit-token",
+    half_weight=0.0,
     weight_decay=0.5,
     weight_decay_form="paper",
 )
