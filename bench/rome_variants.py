@@ -54,14 +54,13 @@ TUNE = slice(100, 500)
 """Records on which settings may be chosen."""
 COLUMNS = {"ES": "ES", "EM": "EM", "likely": "prompt_correct", "PS": "PS", "NS": "NS"}
 
-OLD_SEARCH = ValueSearch(
-    retry=False, unit="fact", lr=0.5, lr_form="paper", steps=20, clamp=4.0, half_weight=0.0
-)
+OLD_SEARCH = ValueSearch(retry=False, unit="fact", lr=0.5, lr_form="paper", steps=20, clamp=4.0)
 BASE = Rome(
     key="mean-and-bare", scale_delta=True, context_tolerance="inf", contrast_tolerance="inf",
-    search=ValueSearch(retry=False, steps=20, clamp=4.0, half_weight=0.0, stop_probability=None),
+    search=ValueSearch(retry=False, steps=20, clamp=4.0, stop_probability=None),
 )  # fmt: skip
-"""Two keys, δ scaled in the search, settings relative to the layer's usual norm, no contrast."""
+"""Two keys, δ scaled in the search, settings relative to the layer's usual norm, nothing added to
+C."""
 BEFORE = replace(BASE, key="mean", scale_delta=False, search=OLD_SEARCH)
 """The default up to version 0.1: the mean key, the whole δ in every context."""
 NAMED: dict[str, Any] = {"before": BEFORE, "default": Rome(), "paper": PAPER_ROME,
@@ -70,8 +69,8 @@ PROTECT = "protect"
 """A setting of this script only: α of C + α E[k kᵀ] over last subject tokens."""
 FACTS_NORM = "search.unit=fact+search.lr=0.5+search.lr_form=paper"
 """‖v₀‖ as the unit, and an absolute learning rate."""
-PLAIN = "method=default+contrast_tolerance=inf+search.half_weight=0.0"
-"""The default without contrast keys and without the KL term at half of δ."""
+PLAIN = "method=default+contrast_tolerance=inf"
+"""The default without contrast keys."""
 NEIGHBOURS = {
     name: f"{PLAIN}+{settings}"
     for name, settings in {
@@ -105,16 +104,11 @@ NEIGHBOURS = {
 SPARING = {
     "plain": PLAIN,
     "contexts only": f"{PLAIN}+context_tolerance=0.01",
-    "contrast, no contexts": "method=default+context_tolerance=inf+search.half_weight=0.0",
-    "contrast and contexts": "method=default+search.half_weight=0.0",
-    "half only": "method=default+contrast_tolerance=inf",
-    "half 0.5": "method=default+search.half_weight=0.5",
-    "half 2": "method=default+search.half_weight=2.0",
+    "contrast, no contexts": "method=default+context_tolerance=inf",
     "contrast 3": "method=default+contrast_tolerance=3.0",
     "contrast 0.3": "method=default+contrast_tolerance=0.3",
-    "contrast 3, half 0.5": "method=default+contrast_tolerance=3.0+search.half_weight=0.5",
 }
-"""Variants of what spares neighbours: contrast keys, contexts in C, the KL term at half of δ."""
+"""Variants of what is added to C: contrast keys, and differences between contexts."""
 VARIANTS: dict[str, str] = {
     "two keys": "",
     "40 steps": "search.steps=40",

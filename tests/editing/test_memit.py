@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from factscope.editing.contexts import ContextRow, edit_request, kl_rows
+from factscope.editing.contexts import ContextRow, edit_request, kl_row
 from factscope.editing.edit import Dense, Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.memit import FACTS_PER_PASS, BoundMemit, input_change, memit_update
@@ -83,7 +83,8 @@ def reference_memit(bound: BoundMemit, facts: Sequence[Fact]) -> Edit:
     z: list[Tensor] = []
     losses: list[list[float]] = []
     for request in requests:
-        rows = [*request.rows, *kl_rows(lm, request, settings.token, bound.search)]
+        last_row = kl_row(lm, request.fact, settings.token, bound.search.kl_position)
+        rows = [*request.rows, last_row]
         _, h = key_and_state(lm, rows[0], layers[-1], layers[-1])
         norm = h.norm().item()
         if bound.search.unit == "layer":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from factscope.editing import contexts
-from factscope.editing.contexts import contrast_keys
+from factscope.editing.contexts import CONTRASTS, ContextRow, contrast_keys, keys_of_rows
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
@@ -66,12 +66,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unit of the fact": {"search": replace(FEW, unit="fact", clamp=0.3)},
     "one step": {"search": replace(FEW, steps=1)},
     "kl_weight": {"search": replace(FEW, kl_weight=1.0)},
-    "half_weight": {"search": replace(FEW, half_weight=1.0)},
-    "half_weight, whole delta": {"search": replace(FEW, half_weight=2.0), "scale_delta": False},
-    "half_weight, contrast": {
-        "search": replace(FEW, half_weight=1.0, steps=12),
-        "contrast_tolerance": 1.0,
-    },
 }
 
 
@@ -286,6 +280,14 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
             if edited > start:  # the edit token is the fact's own
                 assert not changed[:, edited].any()
             assert changed.any(1).float().mean() > 0.8  # a random token may be the same
+
+
+def test_first_contrast_key_is_that_of_BOS_where_texts_start_with_it() -> None:
+    lm = text_lm("llama", style="llama")
+    keys = contrast_keys(lm, FACTS, 0, "subject-last", seed=0)
+    bos = keys_of_rows(lm, [ContextRow((lm.tokenizer.bos_token_id,), (), (), 0)], [0])[0]
+    assert keys.shape[1] == CONTRASTS + 1
+    assert close(keys[:, -1], bos.expand(len(FACTS), -1))
 
 
 def test_joint_edit_writes_every_fact() -> None:

@@ -51,7 +51,6 @@ SETTINGS = {
         "layer": 0,
         "clamp": 2.0,
         "lr": 0.25,
-        "half_weight": 0.5,
         "contrast_tolerance": 1.0,
         "weight_decay": 0.1,
     },
@@ -144,7 +143,7 @@ def test_the_search_finds_the_best_value_of_each_axis_on_the_part_for_choosing(
     calls = scored(score)
     found = calibrated(run_of(model, data), lm, tmp_path / "run")
     assert found.settings["rome"] == {
-        "layer": 0, "clamp": 2.0, "lr": 0.25, "half_weight": 0.0,
+        "layer": 0, "clamp": 2.0, "lr": 0.25,
         "contrast_tolerance": "inf", "weight_decay": 0.01,
     }  # fmt: skip
     assert found.settings["memit"]["covariance_weight"] == weight
@@ -360,10 +359,9 @@ def test_a_calibration_becomes_the_model_s_defaults(lm: LM) -> None:
     bound = Rome(prefixes=(), second_moment="identity").bind(lm, ())
     assert (bound.layer, bound.search.clamp, bound.search.lr) == (0, 2.0, 0.25)
     assert (bound.search.weight_decay, bound.settings.contrast_tolerance) == (0.1, 1.0)
-    assert bound.search.half_weight == 0.5
     paper = replace(PAPER_ROME, prefixes=(), second_moment="identity").bind(lm, ())
     assert (paper.search.lr, paper.search.weight_decay) == (0.5, 0.5)
-    assert (paper.settings.contrast_tolerance, paper.search.half_weight) == ("inf", 0.0)
+    assert paper.settings.contrast_tolerance == "inf"
     assert Memit(prefixes=(), second_moment="identity").bind(lm).search.lr == 0.2
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KIND = "factscope calibration"
 VERSION = 1
 CALIBRATED: dict[str, tuple[str, ...]] = {
-    "rome": ("layer", "clamp", "lr", "half_weight", "contrast_tolerance", "weight_decay"),
+    "rome": ("layer", "clamp", "lr", "contrast_tolerance", "weight_decay"),
     "memit": ("layers", "clamp", "covariance_weight", "lr"),
     "ft-l": ("layer", "max_change"),
 }

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from factscope.editing.editor import results_or_errors
-from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings, ValueSearch
+from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
 from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
@@ -57,12 +57,6 @@ class ContextRow(TokenRow):
 
     edit_position: int
     """Position at which the fact is written."""
-
-    @property
-    def prompt(self) -> "ContextRow":
-        """The prompt alone, without labels."""
-        end = self.positions[0]
-        return ContextRow(self.ids[: end + 1], (end,), (), self.edit_position)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,19 +192,6 @@ def keys_of_rows(
         ids = pad_rows(part, lm.device)
         run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
     return {layer: torch.cat(parts) for layer, parts in keys.items()}
-
-
-HALF = 0.5
-"""The fraction of δ in the second KL row."""
-
-
-def kl_rows(
-    lm: "LM", request: EditRequest, token: EditToken, search: ValueSearch
-) -> list[ContextRow]:
-    """The prompts of the KL terms: the essence prompt and, with a weight for it, the bare prompt,
-    which gets half of δ."""
-    essence = kl_row(lm, request.fact, token, search.kl_position)
-    return [essence, request.rows[0].prompt] if search.half_term_weight else [essence]
 
 
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:

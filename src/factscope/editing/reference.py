@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.editing.contexts import HALF, ContextRow, edit_request, kl_rows, pad_rows
+from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
 from factscope.editing.rome import EQUAL_KEYS, BoundRome
 from factscope.editing.settings import ValueSearch
 from factscope.editing.value_search import usual_norm
@@ -36,21 +36,20 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     """The rank-one update for one fact."""
     lm, settings, layer = bound.lm, bound.settings, bound.layer
     request = edit_request(lm, fact, bound.prefixes, settings.token)
-    contexts = len(request.rows)
-    rows = [*request.rows, *kl_rows(lm, request, settings.token, bound.search)]
-    # 1. keys and values of every context (the last rows are KL prompts), and w
+    rows = [*request.rows, kl_row(lm, fact, settings.token, bound.search.kl_position)]
+    # 1. keys and values of every context (the last row is the KL prompt), and w
     all_keys = mlp_keys(lm, pad_rows(rows, lm.device), layer)
     keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    w = update_direction(bound, keys[:contexts], bound.contrast_keys([request]))
+    w = update_direction(bound, keys[:-1], bound.contrast_keys([request]))
     # 2. δ
     scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
     by_layer = bound.search.unit == "layer"
     norm = usual_norm(lm, layer, "mlp", settings.token) if by_layer else values[0].norm().item()
     delta, losses = search_delta(lm, rows, lm.mlp_out(layer), bound.search, norm, scale)
     # 3. the update
-    bare, mean = values[0], values[:contexts].mean(0)
+    bare, mean = values[0], values[:-1].mean(0)
     v_star = (bare if settings.value == "bare" else mean) + delta
     W_k = bare if settings.key == "bare" else mean
     return ReferenceEdit(delta=delta, change=torch.outer(v_star - W_k, w), losses=losses)
@@ -107,16 +106,13 @@ def search_delta(
     scale: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " value"], list[float]]:
     """Adam on δ, which is added to a module's output at the edit tokens, times each row's scale.
-    The rows without labels are those of the KL terms, the second with half of δ."""
+    The last row is the KL term's."""
     delta = torch.zeros(lm.width, device=lm.device, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=search.step_size(norm, lm.width))
     ids = pad_rows(rows, lm.device)
     at_edit_token = torch.zeros(*ids.shape, 1, device=lm.device, dtype=lm.dtype)
     for i, row in enumerate(rows):
         at_edit_token[i, row.edit_position] = scale[i]
-    targeted = [i for i, row in enumerate(rows) if row.labels]
-    others = [i for i, row in enumerate(rows) if not row.labels]
-    at_edit_token[others[1:]] *= HALF
 
     def add_delta(output: Tensor) -> Tensor:
         return output + (at_edit_token * delta.to(lm.dtype)).reshape(output.shape)
@@ -126,15 +122,16 @@ def search_delta(
     for step in range(search.max_steps):
         with hook_outputs((module, add_delta)):
             log_p = lm.model(ids, use_cache=False).logits.float().log_softmax(-1)
-        targets = [log_p[i, list(rows[i].positions), list(rows[i].labels)] for i in targeted]
+        targets = [
+            log_p[i, list(row.positions), list(row.labels)] for i, row in enumerate(rows[:-1])
+        ]
         nll = [-log_probs.mean() for log_probs in targets]
-        now = torch.stack([log_p[i, rows[i].positions[0]] for i in others])
+        now = log_p[-1, rows[-1].positions[0]]
         unedited = now.detach() if unedited is None else unedited
-        kl = (now.exp() * (now - unedited)).sum(-1)
-        weights = torch.tensor([search.kl_weight, search.half_term_weight])[: len(kl)].to(kl)
+        kl = (now.exp() * (now - unedited)).sum()
         power = 2 if search.weight_decay_form == "paper" else 1
         decay = delta.norm() / norm**power
-        loss = torch.stack(nll).mean() + weights @ kl + search.decay_weight * decay
+        loss = torch.stack(nll).mean() + search.kl_weight * kl + search.decay_weight * decay
         losses.append(loss.item())
         probable = search.stop_probability is not None and (
             torch.cat(targets).min().exp() >= search.stop_probability

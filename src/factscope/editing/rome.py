@@ -66,9 +66,8 @@ class BoundRome(BoundValueEditor[Rome]):
         self.prefixes = resolve_prefixes(lm, settings)
         defaults = rome_defaults(lm)
         self.search = settings.search.resolve(
-            clamp=defaults.clamp, lr=defaults.lr, half_weight=defaults.half_weight,
-            weight_decay=defaults.weight_decay,
-        )  # fmt: skip
+            clamp=defaults.clamp, lr=defaults.lr, weight_decay=defaults.weight_decay
+        )
         self.second_moment = resolve_second_moment(lm, self.layer, settings.second_moment)
         contrast_tolerance = settings.contrast_tolerance or defaults.contrast_tolerance
         default_context_tolerance = "inf" if contrast_tolerance == "inf" else CONTEXT_TOLERANCE
@@ -120,10 +119,10 @@ class BoundRome(BoundValueEditor[Rome]):
     def scales(
         self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
     ) -> Float[Tensor, "fact row"] | None:
-        """wᵀk of the contexts and of the KL prompts, which follow them."""
+        """wᵀk of the contexts and of the KL prompt, which is the last row."""
         if not self.settings.scale_delta:
             return None
-        w = self.update_directions(keys[:, : len(self.prefixes) + 1], contrast)
+        w = self.update_directions(keys[:, :-1], contrast)
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
     def contrast_keys(

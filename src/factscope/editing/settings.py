@@ -155,10 +155,6 @@ class ValueSearch:
     kl_position: KlPosition = "end"
     """Where the KL term is computed: at the end of that prompt, or, as in the paper's code, at the
     edit token."""
-    half_weight: Annotated[float | None, Ge(0)] = None
-    """Weight of a second KL term, after the bare prompt with half of δ: other facts whose keys
-    resemble the fact's receive a part of δ, which should not change them. None for the model's
-    default, mostly 0."""
     weight_decay: Annotated[float | None, Ge(0)] = None
     """Weight of the term that keeps δ small. None for the model's default, mostly 0.01."""
     weight_decay_form: Literal["relative", "paper"] = "relative"
@@ -186,23 +182,12 @@ class ValueSearch:
         return norm * (lr / width**0.5) if self.lr_form == "relative" else norm * 0 + lr
 
     @property
-    def half_term_weight(self) -> float:
-        """`half_weight`, or its usual default."""
-        return self.half_weight or 0.0
-
-    @property
     def decay_weight(self) -> float:
         """`weight_decay`, or its usual default."""
         return 0.01 if self.weight_decay is None else self.weight_decay
 
     def resolve(
-        self,
-        *,
-        steps: int = 20,
-        clamp: float = 4.0,
-        lr: float = 0.5,
-        half_weight: float = 0.0,
-        weight_decay: float = 0.01,
+        self, *, steps: int = 20, clamp: float = 4.0, lr: float = 0.5, weight_decay: float = 0.01
     ) -> "ValueSearch":
         """The same with a model's defaults where nothing was given."""
         return replace(
@@ -210,7 +195,6 @@ class ValueSearch:
             steps=self.steps or steps,
             clamp=self.clamp or clamp,
             lr=self.lr or lr,
-            half_weight=half_weight if self.half_weight is None else self.half_weight,
             weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
         )
 
@@ -313,7 +297,6 @@ PAPER_SEARCH = ValueSearch(
     unit="fact",
     retry=False,
     kl_position="edit-token",
-    half_weight=0.0,
     weight_decay=0.5,
     weight_decay_form="paper",
 )

@@ -5,13 +5,10 @@ every context of the fact. It minimises (paper eq. 4)
 
     L(δ) = mean over contexts and target tokens of -log P[o* | context; δ]
          + kl_weight · KL(P[· | "{subject} is a"; δ] ‖ P[· | "{subject} is a"])
-         + half_weight · KL(P[· | bare prompt; δ/2] ‖ P[· | bare prompt])
          + weight_decay · ‖δ‖ / n
 
 by Adam with ‖δ‖ at most clamp · n, and v* = v₀ + δ. n is the usual norm of values at this layer
 (`usual_norm`), so that the settings suit residual streams of any scale; in the paper it is ‖v₀‖.
-The third term is not in the paper: keys that resemble the fact's, as those of similar subjects,
-receive a part of δ, and with this term that part has little effect.
 ROME knows before the search which fraction of δ its update will add in each context, and adds that
 fraction (`BoundRome.scales`).
 
@@ -36,12 +33,11 @@ from torch import Tensor, nn
 from factscope.data.readers import everyday_facts
 from factscope.editing.checks import facts_taken, with_checks
 from factscope.editing.contexts import (
-    HALF,
     ContextRow,
     EditRequest,
     context_row,
     edit_requests,
-    kl_rows,
+    kl_row,
     pad_rows,
 )
 from factscope.editing.edit import Change, Edit
@@ -108,7 +104,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
     def scales(
         self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
     ) -> Float[Tensor, "fact row"] | None:
-        """Factors of δ in each row, given the keys of the contexts and then of the KL prompts, and
+        """Factors of δ in each row, given the keys of the contexts and, last, of the KL prompt, and
         the contrast keys; None adds the whole δ."""
         return None
 
@@ -235,20 +231,14 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         if (contrast := self.contrast_keys(requests)) is None:
             contrast = keys[:, :0]
         if (scales := self.scales(keys, contrast)) is not None:
-            scale = objective.scale * scales.flatten().to(objective.scale)
-            objective = replace(objective, scale=scale)
+            objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
             objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
         )
         return [
             _failure(request.fact, by_step)
             or ValueResult(
-                request=request,
-                delta=d,
-                values=v,
-                keys=k[: len(v)],
-                contrast=c,
-                losses=tuple(by_step),
+                request=request, delta=d, values=v, keys=k[:-1], contrast=c, losses=tuple(by_step)
             )
             for request, d, v, k, c, by_step in zip(
                 requests, delta, values, keys, contrast, losses, strict=True
@@ -344,7 +334,7 @@ def _batch_size(lm: "LM", requests: Sequence[EditRequest], layer: int) -> int:
     keys, vocabulary = lm.mlp_weight(0).shape[1], lm.embed.weight.shape[0]
     item = lm.dtype.itemsize
     largest = max(requests, key=lambda r: _suffix_length(r) * len(r.rows))
-    rows = len(largest.rows) + 2  # and those of the KL terms
+    rows = len(largest.rows) + 1  # and the row of the KL term
     suffixes = _suffix_length(largest) * rows
     tokens = max(len(row.ids) for row in largest.rows) * rows
     activations = suffixes * (lm.n_layers - layer) * (10 * lm.width + 3 * keys) * item
@@ -367,7 +357,7 @@ class ValueObjective:
     layer: int
     site: EditSite
     run: ActivationCache
-    """The unedited run over all rows: each fact's contexts, then its KL prompts."""
+    """The unedited run over all rows: each fact's contexts, then its KL prompt."""
     view: PackedView
     """The tokens of each row from the edit token on."""
     hidden: Float[Tensor, "row slot width"]
@@ -385,9 +375,9 @@ class ValueObjective:
     """1 / (contexts · target tokens); 0 for padding."""
     target_id: Int[Tensor, " target"]
     """The token of the new object that should follow."""
-    kl_row: Int[Tensor, "fact term"]
-    kl_slot: Int[Tensor, "fact term"]
-    kl_reference: Float[Tensor, "fact term vocabulary"]
+    kl_row: Int[Tensor, " fact"]
+    kl_slot: Int[Tensor, " fact"]
+    kl_reference: Float[Tensor, "fact vocabulary"]
     """Log-probabilities of the unedited model."""
     norm: Float[Tensor, " fact"]
     """What the settings are relative to: ‖v₀‖, or the usual norm at this layer."""
@@ -439,25 +429,21 @@ class ValueObjective:
         hidden = self.hidden + shift if self.site == "state" else self._edited_block(shift)
         for layer in range(self.layer + 1, self.lm.n_layers):
             hidden = self.replay(layer, hidden)
-        row = torch.cat([self.target_row, self.kl_row.flatten()]).to(hidden.device)
-        slot = torch.cat([self.target_slot, self.kl_slot.flatten()]).to(hidden.device)
+        row = torch.cat([self.target_row, self.kl_row]).to(hidden.device)
+        slot = torch.cat([self.target_slot, self.kl_slot]).to(hidden.device)
         log_probs = self.lm.decode(hidden[row, slot]).float().log_softmax(-1).to(delta.device)
-        targets, kl_log_probs = log_probs.split([len(self.target_id), self.kl_row.numel()])
-        kl_log_probs = kl_log_probs.view_as(self.kl_reference)
+        targets, kl_log_probs = log_probs.split([len(self.target_id), self.facts])
         target_log_probs = targets.gather(1, self.target_id[:, None])[:, 0]
         nll = -target_log_probs * self.target_weight
         target = torch.zeros_like(self.norm).index_add(0, self.target_fact, nll)
         real = torch.where(self.target_weight > 0, target_log_probs.detach(), 0.0)
         lowest = torch.zeros_like(self.norm).scatter_reduce(0, self.target_fact, real, "amin")
         kl = (kl_log_probs.exp() * (kl_log_probs - self.kl_reference)).sum(-1)
-        weighted = self.search.kl_weight * kl[:, 0]
-        if kl.shape[1] == 2:
-            weighted = weighted + self.search.half_term_weight * kl[:, 1]
         # The gradient of the square root at 0 is infinite; the small constant makes it 0 there.
         length = (delta.square().sum(-1) + 1e-30).sqrt()
         power = 2 if self.search.weight_decay_form == "paper" else 1
         decay = length / self.norm**power
-        return target + weighted + self.search.decay_weight * decay, lowest
+        return target + self.search.kl_weight * kl + self.search.decay_weight * decay, lowest
 
     def _shift(self, delta: Float[Tensor, "fact width"]) -> Float[Tensor, "row slot width"]:
         """Each row's fraction of δ in its edit slot, 0 elsewhere."""
@@ -576,12 +562,13 @@ def prepare_search(
     ValueObjective, Float[Tensor, "fact row key"], Float[Tensor, "fact context value"]
 ]:  # fmt: skip
     """One unedited run over all rows: the objective, the keys at the edit tokens of the contexts
-    and then of the KL prompts, and the values at those of the contexts."""
+    and (last) of the KL prompt, and the values at those of the contexts."""
     rows = [
-        row for request in requests for row in (*request.rows, *kl_rows(lm, request, token, search))
+        row
+        for request in requests
+        for row in (*request.rows, kl_row(lm, request.fact, token, search.kl_position))
     ]
-    # All facts have the same number of contexts and of KL prompts.
-    contexts, per_fact = len(requests[0].rows), len(rows) // len(requests)
+    per_fact = len(rows) // len(requests)  # all facts have the same contexts, and one KL prompt
     buckets = LengthBuckets.of(lm, len(requests))
     # Families that mask by a key's index in the row need all tokens of a row.
     starts = [row.edit_position if lm.family.supports_packing else 0 for row in rows]
@@ -592,30 +579,27 @@ def prepare_search(
     number, edited = torch.arange(len(rows)), torch.tensor([row.edit_position for row in rows])
     values = run.states[layer] if site == "state" else values
     keys, values = (x[number, edited].float().unflatten(0, (-1, per_fact)) for x in (keys, values))
-    values = values[:, :contexts]
+    values = values[:, :-1]
 
     device = run.inputs.device
     start = torch.tensor(starts)
     # Row, slot, fact, weight and token of each target; a KL prompt has no labels.
     targets = [
-        (i, position - starts[i], i // per_fact, 1 / (len(row.labels) * contexts), label)
+        (i, position - starts[i], i // per_fact, 1 / (len(row.labels) * (per_fact - 1)), label)
         for i, row in enumerate(rows)
         for position, label in zip(row.positions, row.labels, strict=False)
     ]
     targets += [(0, 0, 0, 0.0, 0)] * (buckets.for_targets(len(targets)) - len(targets))
     target = [torch.tensor(column, device=device) for column in zip(*targets, strict=True)]
-    kl = number.unflatten(0, (-1, per_fact))[:, contexts:]
-    kl_position = torch.tensor([row.positions[0] for row in rows]).view(-1, per_fact)[:, contexts:]
-    scale = torch.ones(len(rows), device=run.inputs.device)
-    if kl.shape[1] == 2:
-        scale[kl[:, 1]] = HALF
+    kl = number[per_fact - 1 :: per_fact]
+    kl_position = torch.tensor([row.positions[0] for row in rows[per_fact - 1 :: per_fact]])
     reference = lm.decode(run.states[-1][kl, kl_position]).float().log_softmax(-1)
     entering = run.states[layer] if site == "state" else (run.inputs, *run.states)[layer]
     objective = ValueObjective(
         lm=lm, search=search, layer=layer, site=site, run=run, view=view,
         hidden=entering.to(device)[view.row[:, None], view.position],
         fact=(number // per_fact).to(device), edit_slot=(edited - start).to(device),
-        scale=scale,
+        scale=torch.ones(len(rows), device=device),
         target_row=target[0], target_slot=target[1], target_fact=target[2],
         target_weight=target[3], target_id=target[4],
         kl_row=kl.to(device), kl_slot=(kl_position - start[kl]).to(device),

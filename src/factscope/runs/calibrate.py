@@ -63,7 +63,6 @@ SHARES = {"rome": 0.55, "memit": 0.35, "ft-l": 0.1}
 CLAMPS = (1.0, 0.5, 2.0, 4.0, 0.25, 8.0)
 RATES = (0.25, 1.0, 0.1)
 MEMIT_RATES = (0.2, 0.5)
-HALF_WEIGHTS = (1.0, 0.0)
 CONTRAST_TOLERANCES = (1.0, "inf")
 DECAYS = (0.1, 0.001)
 WEIGHTS_PER_DIMENSION = (0.1, 0.01, 0.5, 3.0)
@@ -349,7 +348,6 @@ class _Search:
             yield "clamp", lambda best: CLAMPS
             yield "layer", near
             yield "lr", lambda best: RATES
-            yield "half_weight", lambda best: HALF_WEIGHTS
             yield "contrast_tolerance", lambda best: CONTRAST_TOLERANCES
             yield "weight_decay", lambda best: DECAYS
         elif method == "memit":
