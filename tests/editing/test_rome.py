@@ -185,11 +185,13 @@ def test_contrast_keys_receive_less_of_delta(lm: LM) -> None:
     assert fractions[0] > fractions[1] + 1e-3 > fractions[2] + 2e-3
 
 
-def test_update_direction_is_the_optimum_of_its_soft_constraints() -> None:
-    """Against a numeric minimum of wᵀC w + Σ (wᵀr)² / slack subject to wᵀK = 1."""
+@pytest.mark.parametrize("rows", [3, 12])
+def test_update_direction_is_the_optimum_of_its_soft_constraints(rows: int) -> None:
+    """Against a numeric minimum of wᵀC w + Σ (wᵀr)² / slack subject to wᵀK = 1, with fewer and
+    more vectors r than dimensions."""
     generator = torch.Generator().manual_seed(0)
-    noise, K = (torch.randn(n, 7, generator=generator, dtype=torch.double) for n in (20, 5))
-    C, slack = noise.T @ noise / 20, torch.tensor([0.5, 2.0, 0.1], dtype=torch.double)
+    noise, K = (torch.randn(n, 7, generator=generator, dtype=torch.double) for n in (20, 2 + rows))
+    C, slack = noise.T @ noise / 20, torch.rand(rows, generator=generator, dtype=torch.double) + 0.1
     U = torch.linalg.solve(C, K.T).T[None]
     added = add_to_moment(U[:, :2], K[None, 2:], U[:, 2:], slack[None])
     (w,) = update_directions(K[None, :2], added)
@@ -202,8 +204,9 @@ def test_update_direction_is_the_optimum_of_its_soft_constraints() -> None:
 
 def test_joint_edit_adds_the_soft_constraints_of_all_facts_to_C() -> None:
     lm = text_lm("llama")
-    moment, tolerances = random_moment(lm, 1), {"contrast_tolerance": 0.5, "context_tolerance": 0.1}
-    bound = rome_on(lm, layer=1, second_moment=moment, ridge=0.0, **tolerances)
+    settings = Rome(contrast_tolerance=0.5, context_tolerance=0.1, ridge=0.0)
+    moment = random_moment(lm, 1)
+    bound = rome_on(lm, settings, layer=1, second_moment=moment)
     values = values_on(bound, FACTS)
     (change,) = bound.insert(values).changes.values()
     plain = C = moment.matrix.double()
@@ -335,6 +338,15 @@ def test_prefixes_follow_the_seed() -> None:
     paper = replace(rome, prefix_bos_counts=True).bind(lm, FACTS).prefixes
     assert len(paper[0]) < len(texts[0][0]) + 20
     assert paper != texts[0]
+
+
+def test_division_factor_is_negative_where_the_divisor_is() -> None:
+    bound = rome_on(text_lm("gpt2"), second_moment="identity", key="bare", value="bare")
+    (value,) = values_on(bound, FACTS[:1])
+    bare = value.keys[0]
+    for times, sign in ((4, 1), (-2, -1)):  # the mean key is 3 or -1 times the bare prompt's
+        changed = replace(value, keys=torch.stack([bare, times * bare, times * bare]))
+        assert bound.division_factors([changed]) == pytest.approx([sign], rel=1e-5)
 
 
 def test_checks_are_measured() -> None:

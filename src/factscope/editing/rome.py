@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 EQUAL_KEYS = 1e-5
 """Keys whose relative difference is below this count as equal: it may be rounding."""
+FACTS_AT_ONCE = 64
+"""Facts whose w is computed at once."""
 CONTEXT_TOLERANCE = 0.01
 """`context_tolerance` where contrast keys are added to C: without it, w would use what tells the
 contexts of the fact apart, and its paraphrases would receive less of δ."""
@@ -138,7 +140,8 @@ class BoundRome(BoundValueEditor[Rome]):
         self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
     ) -> Float[Tensor, "fact key"]:
         """w of each fact on its own."""
-        return update_directions(*self._constraints(keys, contrast))
+        parts = zip(keys.split(FACTS_AT_ONCE), contrast.split(FACTS_AT_ONCE), strict=True)
+        return torch.cat([update_directions(*self._constraints(k, c)) for k, c in parts])
 
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
@@ -150,10 +153,11 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        K, U = self._constraints(*_keys_of(values))
-        w, k = update_directions(K, U), K[:, 0].double()
-        # The sign is that of C⁻¹k* and the bare prompt's key, where the two are combined.
-        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (U[:, 0] * k).sum(-1)).tolist()
+        keys, contrast = _keys_of(values)
+        w, mean = self.update_directions(keys, contrast), keys.mean(1)
+        k = keys[:, 0] if self.settings.key == "bare" else mean
+        # The sign is that of the divisor, which is negative only where wᵀk* is.
+        return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (w * mean).sum(-1)).tolist()
 
     def _constraints(
         self,
@@ -257,14 +261,19 @@ def add_to_moment(
     solved: Float[Tensor, "fact row key"],
     slack: Float[Tensor, "fact row"],
 ) -> Float[Tensor, "fact n key"]:
-    """C⁻¹k for each row k of U C, with C + Σ r rᵀ / slack over the rows r of R in the place of C:
-    Woodbury's formula, given R C⁻¹."""
-    if R.shape[1] == 0:
+    """C⁻¹k for each row k of U C, with C + Σ r rᵀ / slack over the rows r of R in the place of C,
+    given R C⁻¹: by Woodbury's formula, or as (I + C⁻¹Σ)⁻¹C⁻¹k, which is smaller where R has more
+    rows than columns."""
+    _, rows, width = R.shape
+    if rows == 0:
         return U
-    R, solved = R.double(), solved.double()
-    # A key of zeros, which ReLU can give, has no slack and would make the matrix singular.
-    products = R @ solved.mT + slack.clamp_min(torch.finfo(slack.dtype).tiny).diag_embed()
-    return U - U.double() @ R.mT @ torch.linalg.solve(products, solved)
+    U, R, solved = U.double(), R.double(), solved.double()
+    # A key of zeros, which ReLU can give, has no slack and would make a matrix singular.
+    slack = slack.clamp_min(torch.finfo(slack.dtype).tiny)
+    if rows > width:
+        factor = torch.eye(width).to(R) + (solved / slack[..., None]).mT @ R
+        return torch.linalg.solve(factor, U.mT).mT
+    return U - U @ R.mT @ torch.linalg.solve(R @ solved.mT + slack.diag_embed(), solved)
 
 
 def _dual(

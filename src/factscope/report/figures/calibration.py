@@ -78,9 +78,9 @@ def _draw(ax: Axes, trials: list[Mapping[str, Any]], name: str) -> None:
 
 
 def _label(value: Any) -> str:
-    if not isinstance(value, tuple):
-        return "none" if value == "inf" else f"{value:g}"
-    return f"{value[0]}–{value[-1]}" if len(value) > 1 else str(value[0])
+    if isinstance(value, tuple):  # a range of layers: the first and the last
+        return "–".join(map(str, value[:: max(1, len(value) - 1)]))
+    return "none" if value == "inf" else f"{value:g}"
 
 
 def _draw_movement(ax: Axes, statistics: Sequence[Mapping[str, Any]]) -> None:
