@@ -15,7 +15,7 @@ from factscope.report.calibrations import (
 from factscope.report.figures.calibration import calibration_figure
 from factscope.report.tables import as_markdown
 
-ROME = {"layer": 3, "clamp": 1.0, "lr": 0.5, "weight_decay": 0.01}
+ROME = {"layer": 3, "clamp": 1.0, "lr": 0.5, "contrast_tolerance": "inf", "weight_decay": 0.01}
 MEMIT = {"layers": (2, 3), "clamp": 0.75, "covariance_weight": 100.0, "lr": 0.1}
 
 
@@ -76,6 +76,13 @@ def test_the_figure_has_a_panel_with_the_movement() -> None:
     assert [list(map(float, line.get_xdata())), list(line.get_ydata())] == [  # pyright: ignore
         [40_960.0, 81_920.0], [16.3, 9.4],
     ]  # fmt: skip
+
+
+def test_no_contrast_is_named_in_the_figure() -> None:
+    trials = [trial("rome", {**ROME, "contrast_tolerance": x}, 0.8) for x in ("inf", 1.0)]
+    (ax, _) = calibration_figure(calibration(trials=trials)).axes
+    assert ax.get_title() == "ROME: contrast tolerance"
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "none"]
 
 
 def test_a_report_has_all_tables(tmp_path: Path) -> None:
