@@ -7,9 +7,12 @@ Prefixes are short texts that the model generates itself (paper §3.1, App. E.5)
 and value of a fact do not depend on one context.
 """
 
+import random
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +28,7 @@ from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
 from factscope.lm.tokens import continuation_ids, encode, encode_fact
 from factscope.stats.covariance import run_to_layer
+from factscope.stats.text import BUILT_IN, documents
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -131,8 +135,10 @@ def bare_keys(
     return keys_of_rows(lm, rows, layers)
 
 
-CONTRASTS = 20
+CONTRASTS, FIRST_TOKENS = 40, 20
 """Contrast keys at the edit token, and at first tokens."""
+SENTENCES = 100
+"""Contexts in which keys are read besides those of the value search."""
 
 
 def contrast_keys(
@@ -172,11 +178,36 @@ def contrast_keys(
     first = encode(lm, "A").ids[:1]
     if first[0] not in lm.tokenizer.all_special_ids:
         generator = torch.Generator().manual_seed(seed)
-        first = ordinary[torch.randint(len(ordinary), (CONTRASTS,), generator=generator)].tolist()
+        drawn = torch.randint(len(ordinary), (FIRST_TOKENS,), generator=generator)
+        first = ordinary[drawn].tolist()
     sinks = keys([ContextRow((token_id,), (), (), 0) for token_id in first])
     return torch.cat(
         [keys(rows).unflatten(0, (len(facts), -1)), sinks.expand(len(facts), -1, -1)], 1
     )
+
+
+def sentence_keys(
+    lm: "LM", facts: Sequence[Fact], layer: int, token: EditToken, seed: int
+) -> Float[Tensor, "fact sentence key"]:
+    """Each fact's keys after sentences of the built-in text."""
+    rows: list[ContextRow] = []
+    for fact in facts:
+        bare, *others = with_prefixes(fact, sentences(seed))
+        bare_row = context_row(lm, bare, (), token)
+        for other in others:
+            try:
+                rows.append(context_row(lm, other, (), token))
+            except PromptTooLong:
+                rows.append(bare_row)
+    return keys_of_rows(lm, rows, [layer])[layer].unflatten(0, (len(facts), -1))
+
+
+@cache
+def sentences(seed: int) -> tuple[str, ...]:
+    """Random sentences of the built-in text."""
+    text = " ".join(" ".join(documents(BUILT_IN, seed)).split())
+    found = [x for x in re.findall(r"[A-Z][^.{}]+\.", text) if 4 <= len(x.split()) <= 20]
+    return tuple(x + " " for x in random.Random(seed).sample(found, SENTENCES))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Tests compare the value search with it; bench/edit.py measures the speedup over it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    w = update_direction(bound, keys[:-1], bound.contrast_keys([request]))
+    w = update_direction(bound, keys[:-1], bound.added_keys([request]))
     # 2. δ
     scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
     by_layer = bound.search.unit == "layer"
@@ -58,7 +59,7 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
 def update_direction(
     bound: BoundRome,
     keys: Float[Tensor, "context key"],
-    contrast: Float[Tensor, "1 contrast key"] | None,
+    added: Sequence[Float[Tensor, "1 added key"]],
 ) -> Float[Tensor, " key"]:
     """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first, and those that
     should receive no δ."""
@@ -70,13 +71,14 @@ def update_direction(
         matrix = moment.matrix.to(C)
         C = matrix + bound.settings.ridge * matrix.diagonal().mean() * C
     plain = C
-    if contrast is not None:
-        for k in contrast[0].double():
+    added = [*added]
+    if bound.settings.contrast_tolerance != "inf":
+        for k in added.pop(0)[0].double():
             size = k @ torch.linalg.solve(plain, k)
             C = C + torch.outer(k, k) / (float(bound.settings.contrast_tolerance or 0) * size)
     if bound.settings.context_tolerance not in (None, "inf"):
         size = mean.double() @ torch.linalg.solve(plain, mean.double())
-        for difference in (keys - mean).double():
+        for difference in (torch.cat([keys, added.pop(0)[0]]) - mean).double():
             weight = 1 / (float(bound.settings.context_tolerance) * size)
             C = C + weight * torch.outer(difference, difference)
 

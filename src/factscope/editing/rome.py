@@ -32,7 +32,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.contexts import EditRequest, contrast_keys, resolve_prefixes
+from factscope.editing.contexts import (
+    SENTENCES,
+    EditRequest,
+    contrast_keys,
+    resolve_prefixes,
+    sentence_keys,
+)
 from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import results_or_errors
@@ -51,7 +57,7 @@ EQUAL_KEYS = 1e-5
 """Keys whose relative difference is below this count as equal: it may be rounding."""
 FACTS_AT_ONCE = 64
 """Facts whose w is computed at once."""
-CONTEXT_TOLERANCE = 0.01
+CONTEXT_TOLERANCE = 0.3
 """`context_tolerance` where contrast keys are added to C: without it, w would use what tells the
 contexts of the fact apart, and its paraphrases would receive less of δ."""
 
@@ -119,29 +125,34 @@ class BoundRome(BoundValueEditor[Rome]):
         )
 
     def scales(
-        self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
+        self, keys: Float[Tensor, "fact row key"], added: Float[Tensor, "fact added key"]
     ) -> Float[Tensor, "fact row"] | None:
         """wᵀk of the contexts and of the KL prompt, which is the last row."""
         if not self.settings.scale_delta:
             return None
-        w = self.update_directions(keys[:, :-1], contrast)
+        w = self.update_directions(keys[:, :-1], added)
         return (keys.double() @ w[:, :, None])[:, :, 0]
 
-    def contrast_keys(
-        self, requests: Sequence[EditRequest]
-    ) -> Float[Tensor, "fact contrast key"] | None:
-        """Keys that should receive no δ; None without a tolerance for them."""
-        if self.settings.contrast_tolerance in (None, "inf"):
-            return None
+    def added_keys(self, requests: Sequence[EditRequest]) -> list[Float[Tensor, "fact added key"]]:
+        """What is added to C is computed from these: contrast keys, and keys after sentences."""
         facts = [request.fact for request in requests]
-        return contrast_keys(self.lm, facts, self.layer, self.settings.token, self.settings.seed)
+        settings = self.settings
+        given = (
+            (settings.contrast_tolerance, contrast_keys),
+            (settings.context_tolerance, sentence_keys),
+        )
+        return [
+            read(self.lm, facts, self.layer, settings.token, settings.seed)
+            for tolerance, read in given
+            if tolerance not in (None, "inf")
+        ]
 
     def update_directions(
-        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
+        self, keys: Float[Tensor, "fact context key"], added: Float[Tensor, "fact added key"]
     ) -> Float[Tensor, "fact key"]:
         """w of each fact on its own."""
-        parts = zip(keys.split(FACTS_AT_ONCE), contrast.split(FACTS_AT_ONCE), strict=True)
-        return torch.cat([update_directions(*self._constraints(k, c)) for k, c in parts])
+        parts = zip(keys.split(FACTS_AT_ONCE), added.split(FACTS_AT_ONCE), strict=True)
+        return torch.cat([update_directions(*self._constraints(k, a)) for k, a in parts])
 
     def residuals(self, values: Sequence[ValueResult]) -> Float[Tensor, "fact value"]:
         """v* - W k of each fact: δ, if v* and k are both means or both of the bare prompt."""
@@ -153,8 +164,8 @@ class BoundRome(BoundValueEditor[Rome]):
 
     def division_factors(self, values: Sequence[ValueResult]) -> list[float]:
         """The cosine between each fact's key and w: ‖ΔW‖ is inversely proportional to it."""
-        keys, contrast = _keys_of(values)
-        w, mean = self.update_directions(keys, contrast), keys.mean(1)
+        keys, added = _keys_of(values)
+        w, mean = self.update_directions(keys, added), keys.mean(1)
         k = keys[:, 0] if self.settings.key == "bare" else mean
         # The sign is that of the divisor, which is negative only where wᵀk* is.
         return torch.copysign(1 / (w.norm(dim=-1) * k.norm(dim=-1)), (w * mean).sum(-1)).tolist()
@@ -162,7 +173,7 @@ class BoundRome(BoundValueEditor[Rome]):
     def _constraints(
         self,
         keys: Float[Tensor, "fact context key"],
-        contrast: Float[Tensor, "fact contrast key"],
+        added: Float[Tensor, "fact added key"],
         *,
         jointly: bool = False,
     ) -> tuple[Float[Tensor, "fact constraint key"], Float[Tensor, "fact constraint key"]]:
@@ -174,7 +185,7 @@ class BoundRome(BoundValueEditor[Rome]):
             rows = [bare]
         K = torch.cat(rows, 1)
         source = mean if self.settings.key == "bare" else K
-        R, solved, slack = self._soft_constraints(keys, contrast)
+        R, solved, slack = self._soft_constraints(keys, added)
         if jointly:
             source, R, solved = (x.flatten(0, 1)[None] for x in (source, R, solved))
             slack = slack.flatten()[None]
@@ -182,24 +193,25 @@ class BoundRome(BoundValueEditor[Rome]):
         return K, U.reshape(len(K), -1, K.shape[-1])
 
     def _soft_constraints(
-        self, keys: Float[Tensor, "fact context key"], contrast: Float[Tensor, "fact contrast key"]
+        self, keys: Float[Tensor, "fact context key"], added: Float[Tensor, "fact added key"]
     ) -> tuple[
         Float[Tensor, "fact row key"], Float[Tensor, "fact row key"], Float[Tensor, "fact row"]
     ]:
         """Vectors r with small wᵀr, C⁻¹r, and the slack of each: the contrast keys, and the
-        differences between the keys of the contexts."""
-        mean = keys.mean(1, keepdim=True)
-        solved = self.directions(contrast)
-        slack = _tolerance(self.settings.contrast_tolerance) * _products(contrast, solved)
-        if self.settings.context_tolerance in (None, "inf"):
-            return contrast, solved, slack
-        differences = keys - mean
-        size = _products(mean, self.directions(mean)).expand(keys.shape[:2])
-        return (
-            torch.cat([contrast, differences], 1),
-            torch.cat([solved, self.directions(differences)], 1),
-            torch.cat([slack, _tolerance(self.settings.context_tolerance) * size], 1),
+        differences of the keys in all contexts from the mean key."""
+        settings, mean = self.settings, keys.mean(1, keepdim=True)
+        with_contexts = settings.context_tolerance not in (None, "inf")
+        contrast, further = added.tensor_split([added.shape[1] - SENTENCES * with_contexts], 1)
+        differences = (torch.cat([keys, further], 1) if with_contexts else further) - mean
+        R = torch.cat([contrast, differences], 1)
+        solved = self.directions(R)
+        sizes = (
+            _tolerance(settings.contrast_tolerance)
+            * _products(contrast, solved[:, : contrast.shape[1]]),
+            _tolerance(settings.context_tolerance)
+            * _products(mean, self.directions(mean)).expand(differences.shape[:2]),
         )
+        return R, solved, torch.cat(sizes, 1)
 
     def directions(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
         """C⁻¹k for each key."""
@@ -221,8 +233,8 @@ def _products(
 
 def _keys_of(
     values: Sequence[ValueResult],
-) -> tuple[Float[Tensor, "fact context key"], Float[Tensor, "fact contrast key"]]:
-    return torch.stack([x.keys for x in values]), torch.stack([x.contrast for x in values])
+) -> tuple[Float[Tensor, "fact context key"], Float[Tensor, "fact added key"]]:
+    return torch.stack([x.keys for x in values]), torch.stack([x.added for x in values])
 
 
 # ---- the closed form

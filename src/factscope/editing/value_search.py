@@ -80,8 +80,8 @@ class ValueResult:
     bare prompt."""
     keys: Float[Tensor, "row key"]
     """The keys there: the input of the layer's MLP output weight."""
-    contrast: Float[Tensor, "contrast key"]
-    """Keys that should receive no δ (`BoundRome.contrast_keys`)."""
+    added: Float[Tensor, "added key"]
+    """Further keys that ROME's update depends on (`BoundRome.added_keys`)."""
     losses: tuple[float, ...]
     """The loss at each step."""
 
@@ -102,17 +102,15 @@ class BoundValueEditor(BoundEditor, Generic[S]):
     search: ValueSearch
 
     def scales(
-        self, keys: Float[Tensor, "fact row key"], contrast: Float[Tensor, "fact contrast key"]
+        self, keys: Float[Tensor, "fact row key"], added: Float[Tensor, "fact added key"]
     ) -> Float[Tensor, "fact row"] | None:
         """Factors of δ in each row, given the keys of the contexts and, last, of the KL prompt, and
-        the contrast keys; None adds the whole δ."""
+        the added keys; None adds the whole δ."""
         return None
 
-    def contrast_keys(
-        self, requests: Sequence[EditRequest]
-    ) -> Float[Tensor, "fact contrast key"] | None:
-        """Keys that should receive no δ; None without any."""
-        return None
+    def added_keys(self, requests: Sequence[EditRequest]) -> list[Float[Tensor, "fact added key"]]:
+        """Further keys that the update depends on."""
+        return []
 
     @abstractmethod
     def insert_jointly(self, values: list[ValueResult]) -> list[Edit | FactscopeError]:
@@ -228,9 +226,8 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         if self.search.unit == "layer":
             norm = usual_norm(self.lm, self.layer, self.site, token)
             objective = replace(objective, norm=torch.full_like(objective.norm, norm))
-        if (contrast := self.contrast_keys(requests)) is None:
-            contrast = keys[:, :0]
-        if (scales := self.scales(keys, contrast)) is not None:
+        added = torch.cat([keys[:, :0], *self.added_keys(requests)], 1)
+        if (scales := self.scales(keys, added)) is not None:
             objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
             objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
@@ -238,10 +235,10 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         return [
             _failure(request.fact, by_step)
             or ValueResult(
-                request=request, delta=d, values=v, keys=k[:-1], contrast=c, losses=tuple(by_step)
+                request=request, delta=d, values=v, keys=k[:-1], added=a, losses=tuple(by_step)
             )
-            for request, d, v, k, c, by_step in zip(
-                requests, delta, values, keys, contrast, losses, strict=True
+            for request, d, v, k, a, by_step in zip(
+                requests, delta, values, keys, added, losses, strict=True
             )
         ]
 
