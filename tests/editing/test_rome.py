@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from factscope.editing import contexts
-from factscope.editing.contexts import CONTRASTS, ContextRow, contrast_keys, keys_of_rows
+from factscope.editing.contexts import (
+    CONTRASTS,
+    FIRST_TOKENS,
+    SENTENCES,
+    ContextRow,
+    contrast_keys,
+    edit_request,
+    keys_of_rows,
+    sentence_keys,
+    sentences,
+)
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
@@ -54,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "contrast, mean key": {"contrast_tolerance": 0.1, "key": "mean"},
     "contrast, bare key": {"contrast_tolerance": 1.0, "key": "bare", "value": "bare"},
     "contrast, last": {"contrast_tolerance": 1.0, "token": "last"},
-    "contrast, subject-first": {"contrast_tolerance": 1.0, "token": "subject-first"},
+    "contrast, subject-first": {"contrast_tolerance": 2.0, "token": "subject-first"},
     "contrast, no prefixes": {"contrast_tolerance": 1.0, "prefixes": ()},
     "contrast, no contexts": {"contrast_tolerance": 1.0, "context_tolerance": "inf"},
     "contexts": {"context_tolerance": 0.1},
@@ -173,11 +183,10 @@ def test_contrast_keys_receive_less_of_delta(lm: LM) -> None:
     fractions = []
     for tolerance in ("inf", 1.0, 0.01):
         moment, once = random_moment(text, 1), replace(FEW, steps=1)
-        bound = rome_on(
-            text, layer=1, second_moment=moment, search=once, contrast_tolerance=tolerance
-        )
+        settings = Rome(contrast_tolerance=tolerance, context_tolerance="inf")
+        bound = rome_on(text, settings, layer=1, second_moment=moment, search=once)
         (value,) = values_on(bound, FACTS[:1])
-        (w,) = bound.update_directions(value.keys[None], value.contrast[None])
+        (w,) = bound.update_directions(value.keys[None], value.added[None])
         contrast = contrast_keys(text, FACTS[:1], 1, "subject-last", seed=0)[0].double()
         for key in (value.keys.mean(0), value.keys[0]):
             assert w @ key.double() == pytest.approx(1, abs=1e-4)
@@ -215,8 +224,12 @@ def test_joint_edit_adds_the_soft_constraints_of_all_facts_to_C() -> None:
         return (keys * torch.linalg.solve(plain, keys.T).T).sum(-1, keepdim=True)
 
     for value in values:
-        keys, contrast = value.keys.double(), value.contrast.double()
+        keys, (contrast, others) = (
+            value.keys.double(),
+            value.added.double().split([CONTRASTS + FIRST_TOKENS, SENTENCES]),
+        )
         mean = keys.mean(0, keepdim=True)
+        keys = torch.cat([keys, others])
         C = C + contrast.T @ (contrast / (0.5 * sizes(contrast)))
         C = C + (keys - mean).T @ ((keys - mean) / (0.1 * sizes(mean)))
     K = torch.stack([k for value in values for k in (value.keys.mean(0), value.keys[0])]).double()
@@ -228,14 +241,29 @@ def test_joint_edit_adds_the_soft_constraints_of_all_facts_to_C() -> None:
 
 def test_context_tolerance_gives_every_context_nearly_all_of_delta() -> None:
     lm = text_lm("gpt2")
+    sentence = sentence_keys(lm, FACTS[:1], 1, "subject-last", 0)[0]
     spread = []
-    for tolerance in ("inf", 1e-3, 1e-5):
+    for tolerance in ("inf", 1e-2, 1e-4):
         moment = random_moment(lm, 1)
         bound = rome_on(lm, layer=1, second_moment=moment, context_tolerance=tolerance)
         (value,) = values_on(bound, FACTS[:1])
-        (w,) = bound.update_directions(value.keys[None], value.contrast[None])
-        spread.append((value.keys.double() @ w - 1).abs().max().item())
-    assert spread[0] > 4 * spread[1] > 40 * spread[2]
+        (w,) = bound.update_directions(value.keys[None], value.added[None])
+        keys = torch.cat([value.keys, sentence]).double()
+        spread.append((keys @ w - 1).square().mean().sqrt().item())
+    assert spread[0] > 2 * spread[1] > 8 * spread[2]
+
+
+def test_sentences_are_plain_and_fit_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = sentences(0)
+    assert len(set(texts)) == SENTENCES
+    assert all(x.endswith(". ") and "{" not in x and 4 <= len(x.split()) <= 20 for x in texts)
+    lm = text_lm("gpt2")
+    fact = FACTS[0]
+    bare = keys_of_rows(lm, [edit_request(lm, fact).rows[0]], [1])[1]
+    length = len(encode_fact(lm, replace(fact, target=None))[0].ids)
+    monkeypatch.setattr(LM, "context", length)
+    keys = sentence_keys(lm, [fact], 1, "subject-last", 0)
+    assert close(keys[0], bare.expand(SENTENCES, -1))
 
 
 def test_contexts_are_held_by_default_where_contrast_keys_are_added() -> None:

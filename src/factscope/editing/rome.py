@@ -189,7 +189,7 @@ class BoundRome(BoundValueEditor[Rome]):
         if jointly:
             source, R, solved = (x.flatten(0, 1)[None] for x in (source, R, solved))
             slack = slack.flatten()[None]
-        U = add_to_moment(self.directions(source), R, solved, slack)
+        U = add_to_moment(self.directions(source.double()), R, solved, slack)
         return K, U.reshape(len(K), -1, K.shape[-1])
 
     def _soft_constraints(
@@ -199,19 +199,20 @@ class BoundRome(BoundValueEditor[Rome]):
     ]:
         """Vectors r with small wᵀr, C⁻¹r, and the slack of each: the contrast keys, and the
         differences of the keys in all contexts from the mean key."""
-        settings, mean = self.settings, keys.mean(1, keepdim=True)
-        with_contexts = settings.context_tolerance not in (None, "inf")
-        contrast, further = added.tensor_split([added.shape[1] - SENTENCES * with_contexts], 1)
-        differences = (torch.cat([keys, further], 1) if with_contexts else further) - mean
-        R = torch.cat([contrast, differences], 1)
+        settings, mean = self.settings, keys.double().mean(1, keepdim=True)
+        contrast, contexts = added.double(), keys[:, :0].double()
+        if settings.context_tolerance not in (None, "inf"):
+            contrast, after_sentences = contrast.tensor_split([-SENTENCES], 1)
+            contexts = torch.cat([keys, after_sentences], 1)
+        R = torch.cat([contrast, contexts - mean], 1)
         solved = self.directions(R)
-        sizes = (
-            _tolerance(settings.contrast_tolerance)
-            * _products(contrast, solved[:, : contrast.shape[1]]),
-            _tolerance(settings.context_tolerance)
-            * _products(mean, self.directions(mean)).expand(differences.shape[:2]),
-        )
-        return R, solved, torch.cat(sizes, 1)
+        of_contrast = _products(contrast, solved[:, : contrast.shape[1]])
+        of_mean = _products(mean, self.directions(mean)).expand(contexts.shape[:2])
+        slack = [
+            _tolerance(settings.contrast_tolerance) * of_contrast,
+            _tolerance(settings.context_tolerance) * of_mean,
+        ]
+        return R, solved, torch.cat(slack, 1)
 
     def directions(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
         """C⁻¹k for each key."""
