@@ -3,7 +3,6 @@
 Tests compare the value search with it; bench/edit.py measures the speedup over it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
+from factscope.editing.contexts import (
+    ContextRow,
+    contrast_keys,
+    edit_request,
+    kl_row,
+    pad_rows,
+    sentence_keys,
+)
 from factscope.editing.rome import EQUAL_KEYS, BoundRome
 from factscope.editing.settings import ValueSearch
 from factscope.editing.value_search import usual_norm
@@ -43,7 +49,13 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
     keys = all_keys[range(len(rows)), [row.edit_position for row in rows]].float()
     bias = getattr(lm.mlp_out(layer), "bias", None)
     values = keys @ lm.mlp_weight(layer).T.float() + (0 if bias is None else bias.float())
-    w = update_direction(bound, keys[:-1], bound.added_keys([request]))
+    contrast = contexts = keys[:0]
+    at = layer, settings.token, settings.seed
+    if settings.contrast_tolerance != "inf":
+        contrast = contrast_keys(lm, [fact], *at)[0]
+    if settings.context_tolerance != "inf":
+        contexts = torch.cat([keys[:-1], sentence_keys(lm, [fact], *at)[0]])
+    w = update_direction(bound, keys[:-1], contrast, contexts)
     # 2. δ
     scale = keys @ w if settings.scale_delta else torch.ones(len(rows), device=lm.device)
     by_layer = bound.search.unit == "layer"
@@ -59,28 +71,26 @@ def reference_rome(bound: BoundRome, fact: Fact) -> ReferenceEdit:
 def update_direction(
     bound: BoundRome,
     keys: Float[Tensor, "context key"],
-    added: Sequence[Float[Tensor, "1 added key"]],
+    contrast: Float[Tensor, "contrast key"],
+    contexts: Float[Tensor, "more key"],
 ) -> Float[Tensor, " key"]:
-    """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first, and those that
-    should receive no δ."""
+    """w with ΔW = δ wᵀ, given the keys of the contexts, the bare prompt's first, keys that should
+    receive no δ, and keys that should receive about all of it."""
     mean, bare = keys.mean(0), keys[0]
-
     width, moment = len(mean), bound.second_moment
     C = torch.eye(width, dtype=torch.double, device=keys.device)
     if moment is not None:
         matrix = moment.matrix.to(C)
         C = matrix + bound.settings.ridge * matrix.diagonal().mean() * C
     plain = C
-    added = [*added]
-    if bound.settings.contrast_tolerance != "inf":
-        for k in added.pop(0)[0].double():
-            size = k @ torch.linalg.solve(plain, k)
-            C = C + torch.outer(k, k) / (float(bound.settings.contrast_tolerance or 0) * size)
-    if bound.settings.context_tolerance not in (None, "inf"):
-        size = mean.double() @ torch.linalg.solve(plain, mean.double())
-        for difference in (torch.cat([keys, added.pop(0)[0]]) - mean).double():
-            weight = 1 / (float(bound.settings.context_tolerance) * size)
-            C = C + weight * torch.outer(difference, difference)
+
+    def size(key: Float[Tensor, " key"]) -> Float[Tensor, ""]:
+        return key.double() @ torch.linalg.solve(plain, key.double())
+
+    for k in contrast.double():
+        C = C + torch.outer(k, k) / (bound.contrast_tolerance * size(k))
+    for r in (contexts - mean).double():
+        C = C + torch.outer(r, r) / (bound.context_tolerance * size(mean))
 
     def direction(key: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
         return torch.linalg.solve(C, key.double()).float()

@@ -17,16 +17,18 @@ search adds in each context the part of δ that the edit will add there.
 C does not protect the keys that are closest to the fact's: those of other subjects with the same
 last token ("Honda CB1100" beside "Honda ST1100"), and in some models those of the first tokens of
 texts. `contrast_keys` are examples of both. With `contrast_tolerance` ε they are added to C, as
-k kᵀ / (ε kᵀC⁻¹k), so that wᵀk is small for them. So are, with `context_tolerance`, the differences
-between the keys of the contexts, so that wᵀk is about 1 for each of these.
+k kᵀ / (ε kᵀC⁻¹k), so that wᵀk is small for them. With `context_tolerance`, so are the differences
+of the keys after many sentences from the mean key, so that wᵀk is about 1 for each of them: what
+tells the fact from the contrast keys must not depend on the context.
 
 For several facts at once, K has the rows of all of them, and the w of a fact has wᵀk = 1 for its
 own rows and 0 for those of the others.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -58,8 +60,8 @@ EQUAL_KEYS = 1e-5
 FACTS_AT_ONCE = 64
 """Facts whose w is computed at once."""
 CONTEXT_TOLERANCE = 0.3
-"""`context_tolerance` where contrast keys are added to C: without it, w would use what tells the
-contexts of the fact apart, and its paraphrases would receive less of δ."""
+"""`context_tolerance` where contrast keys are added to C, at whose expense paraphrases would
+otherwise receive less of δ."""
 
 
 class BoundRome(BoundValueEditor[Rome]):
@@ -77,14 +79,15 @@ class BoundRome(BoundValueEditor[Rome]):
             clamp=defaults.clamp, lr=defaults.lr, weight_decay=defaults.weight_decay
         )
         self.second_moment = resolve_second_moment(lm, self.layer, settings.second_moment)
-        contrast_tolerance = settings.contrast_tolerance or defaults.contrast_tolerance
-        default_context_tolerance = "inf" if contrast_tolerance == "inf" else CONTEXT_TOLERANCE
+        contrast = settings.contrast_tolerance or defaults.contrast_tolerance
+        context = settings.context_tolerance or ("inf" if contrast == "inf" else CONTEXT_TOLERANCE)
+        self.contrast_tolerance, self.context_tolerance = float(contrast), float(context)
         self.settings = replace(
             settings,
             layer=self.layer,
             prefixes=self.prefixes,
-            context_tolerance=settings.context_tolerance or default_context_tolerance,
-            contrast_tolerance=contrast_tolerance,
+            contrast_tolerance=contrast,
+            context_tolerance=context,
             search=self.search,
             second_moment=self.second_moment or "identity",
         )
@@ -136,15 +139,11 @@ class BoundRome(BoundValueEditor[Rome]):
     def added_keys(self, requests: Sequence[EditRequest]) -> list[Float[Tensor, "fact added key"]]:
         """What is added to C is computed from these: contrast keys, and keys after sentences."""
         facts = [request.fact for request in requests]
-        settings = self.settings
-        given = (
-            (settings.contrast_tolerance, contrast_keys),
-            (settings.context_tolerance, sentence_keys),
-        )
+        kinds = ((self.contrast_tolerance, contrast_keys), (self.context_tolerance, sentence_keys))
         return [
-            read(self.lm, facts, self.layer, settings.token, settings.seed)
-            for tolerance, read in given
-            if tolerance not in (None, "inf")
+            read(self.lm, facts, self.layer, self.settings.token, self.settings.seed)
+            for tolerance, read in kinds
+            if tolerance < math.inf
         ]
 
     def update_directions(
@@ -199,19 +198,16 @@ class BoundRome(BoundValueEditor[Rome]):
     ]:
         """Vectors r with small wᵀr, C⁻¹r, and the slack of each: the contrast keys, and the
         differences of the keys in all contexts from the mean key."""
-        settings, mean = self.settings, keys.double().mean(1, keepdim=True)
+        mean = keys.double().mean(1, keepdim=True)
         contrast, contexts = added.double(), keys[:, :0].double()
-        if settings.context_tolerance not in (None, "inf"):
+        if self.context_tolerance < math.inf:
             contrast, after_sentences = contrast.tensor_split([-SENTENCES], 1)
             contexts = torch.cat([keys, after_sentences], 1)
         R = torch.cat([contrast, contexts - mean], 1)
         solved = self.directions(R)
-        of_contrast = _products(contrast, solved[:, : contrast.shape[1]])
-        of_mean = _products(mean, self.directions(mean)).expand(contexts.shape[:2])
-        slack = [
-            _tolerance(settings.contrast_tolerance) * of_contrast,
-            _tolerance(settings.context_tolerance) * of_mean,
-        ]
+        size = (contrast * solved[:, : contrast.shape[1]]).sum(-1)
+        mean_size = (mean * self.directions(mean)).sum(-1).expand(contexts.shape[:2])
+        slack = [self.contrast_tolerance * size, self.context_tolerance * mean_size]
         return R, solved, torch.cat(slack, 1)
 
     def directions(self, keys: Float[Tensor, "fact n key"]) -> Float[Tensor, "fact n key"]:
@@ -220,16 +216,6 @@ class BoundRome(BoundValueEditor[Rome]):
             return keys
         flat = self.second_moment.solve(keys.flatten(0, 1), ridge=self.settings.ridge)
         return flat.reshape(keys.shape)
-
-
-def _tolerance(setting: float | Literal["inf"] | None) -> float:
-    return float("inf" if setting is None else setting)
-
-
-def _products(
-    a: Float[Tensor, "fact n key"], b: Float[Tensor, "fact n key"]
-) -> Float[Tensor, "fact n"]:
-    return (a.double() * b).sum(-1)
 
 
 def _keys_of(
