@@ -17,6 +17,7 @@ new object is the most likely one after the prompt; the other columns are the pa
 Intervals are 95 %, for S by bootstrap. "time" is the time of an edit, checks included, relative to
 the variant "before", without the first batch, which warms up. Every finished variant is a line of
 the JSON file; a variant that has one is skipped, so a run that was cut goes on where it stopped.
+With `--records 501-600` only those of the slice are used, and `--show` joins several JSON files.
 `--against NAME` also prints the mean difference to a variant on the cases that both have, with
 95 % intervals of the paired differences.
 """
@@ -103,7 +104,7 @@ NEIGHBOURS = {
 """Variants of the plain default that might spare neighbours."""
 SPARING = {
     "plain": PLAIN,
-    "contexts only": f"{PLAIN}+context_tolerance=0.01",
+    "contexts only": f"{PLAIN}+context_tolerance=0.3",
     "contrast, no contexts": "method=default+context_tolerance=inf",
     "contrast 3": "method=default+contrast_tolerance=3.0",
     "contrast 0.3": "method=default+contrast_tolerance=0.3",
@@ -223,20 +224,38 @@ def scores_of(
     return scores
 
 
-def row_of(scores: Sequence[CaseScores]) -> dict[str, Any]:
-    """Mean and half width of every column."""
+def by_case(scores: Sequence[CaseScores]) -> dict[str, list[float | None]]:
+    """Every column's value in each case."""
     values = [case_metrics(x) for x in scores]
-    row = {name: estimate([x[key] for x in values]) for name, key in COLUMNS.items()}
-    rates = np.array([[x[name] for name in SUCCESS_RATES] for x in values])
+    return {name: [x[key] for x in values] for name, key in COLUMNS.items()}
+
+
+def row_of(values: dict[str, list[Any]]) -> dict[str, Any]:
+    """Mean and half width of every column, given its values by case."""
+    row = {name: estimate(column) for name, column in values.items()}
+    rates = np.array([values[name] for name in SUCCESS_RATES]).T
     draws = np.random.default_rng(0).integers(len(rates), size=(1000, len(rates)))
     resampled = [harmonic_mean(list(rates[draw].mean(0))) for draw in draws]
     S = harmonic_mean(list(rates.mean(0)))
     return {
         **{name: [round(100 * x.mean, 2), round(100 * x.half_width, 2)] for name, x in row.items()},
         "S": [round(100 * S, 2), round(196 * float(np.std(resampled)), 2)],
-        "cases": len(scores),
-        "by_case": {name: [x[key] for x in values] for name, key in COLUMNS.items()},
+        "cases": len(rates),
+        "by_case": values,
     }
+
+
+def joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each variant, from rows of different records."""
+    names = dict.fromkeys(row["variant"] for row in rows)
+    return [_join([row for row in rows if row["variant"] == name]) for name in names]
+
+
+def _join(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if len(rows) == 1:
+        return rows[0]
+    values = {name: [x for row in rows for x in row["by_case"][name]] for name in COLUMNS}
+    return {"variant": rows[0]["variant"], **row_of(values)}
 
 
 def differences(rows: Sequence[dict[str, Any]], name: str) -> str:
@@ -275,6 +294,12 @@ def rows_of(path: Path, records: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["slice"] == records]
 
 
+def numbered(text: str) -> slice:
+    """The records of FIRST-LAST, counted from 1."""
+    first, last = text.split("-")
+    return slice(int(first) - 1, int(last))
+
+
 def main() -> None:
     """Run every variant and print a line for each."""
     parser = argparse.ArgumentParser(
@@ -287,6 +312,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of the text")
     parser.add_argument("--stats", type=Path, default=Path("stats"), help="folder for them")
     parser.add_argument("--slice", choices=("tune", "report"), default="tune")
+    parser.add_argument("--records", type=numbered, help="FIRST-LAST, counted from 1 in the file")
     parser.add_argument("--limit", type=int, default=400)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--variants", default="all", help="before; paper; default; memit; "
@@ -295,38 +321,42 @@ def main() -> None:
     parser.add_argument("--protect", type=Path, help="facts whose keys are protected")
     parser.add_argument("--against", help="also print differences to this variant")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no variant after this")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True, nargs="+", help="one file, or with "
+                        "--show several")  # fmt: skip
     parser.add_argument("--show", action="store_true", help="only print the tables of --json")
     args = parser.parse_args()
     if args.show:
         for records in ("tune", "report"):
-            if rows := rows_of(args.json, records):
+            if rows := joined([row for path in args.json for row in rows_of(path, records)]):
                 print(f"{records}, {rows[0]['cases']} cases\n{table(rows)}")
                 if args.against:
                     print(f"\n{differences(rows, args.against)}")
         return
 
+    if len(args.json) > 1:
+        parser.error("several --json files need --show")
+    [path] = args.json
     everything = list(read_cases(args.cases).cases)
-    tune = everything[TUNE]
-    cases = tune if args.slice == "tune" else [*everything[: TUNE.start], *everything[TUNE.stop :]]
-    cases = cases[: args.limit]
+    wanted = range(len(everything))[args.records or slice(None)]
+    tuning = range(len(everything))[TUNE]
+    cases = [everything[i] for i in wanted if (i in tuning) == (args.slice == "tune")][: args.limit]
     began = time.perf_counter()
     lm = load(args.model, device=args.device)
     names = args.variants.split(";")
     if names == ["all"]:
         names = ["before", "paper", *VARIANTS, "memit"]
-    done = {row["variant"] for row in rows_of(args.json, args.slice)}
+    done = {row["variant"] for row in rows_of(path, args.slice)}
     machine = torch.cuda.get_device_name() if lm.device.type == "cuda" else "CPU"
     print(f"{lm.name} on {machine}, {args.slice}, {len(cases)} cases", flush=True)
 
     def report(name: str, row: dict[str, Any]) -> None:
         row = {"variant": name, "slice": args.slice, "machine": machine, **row}
-        with args.json.open("a") as file:
+        with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(table([row]).splitlines()[-1], f"{row.get('seconds', 0):.3f} s", flush=True)
 
     if "unedited" not in done:
-        report("unedited", row_of(scores_of(lm, cases, [None] * len(cases), args.batch)))
+        report("unedited", row_of(by_case(scores_of(lm, cases, [None] * len(cases), args.batch))))
     for name in (name for name in names if name not in done):
         if time.perf_counter() - began > 60 * args.minutes:
             break
@@ -349,7 +379,7 @@ def main() -> None:
             print(f"{name}: {edits[0]}")
             continue
         report(name, {
-            **row_of(scores_of(lm, cases, edits, args.batch)),
+            **row_of(by_case(scores_of(lm, cases, edits, args.batch))),
             "failed": len(edits) - len(made),
             "seconds": round(seconds, 4),
             "steps": round(float(np.mean(steps)), 2),
@@ -357,7 +387,7 @@ def main() -> None:
             "update_norm": round(float(np.mean([x.update_norm for x in checks])), 4),
             "settings": json.loads(json.dumps(settings, default=str)),
         })  # fmt: skip
-    rows = rows_of(args.json, args.slice)
+    rows = rows_of(path, args.slice)
     print(table(rows))
     if args.against:
         print(f"\n{differences(rows, args.against)}")

@@ -16,6 +16,7 @@ from factscope.editing.contexts import (
     contrast_keys,
     edit_request,
     keys_of_rows,
+    pad_rows,
     sentence_keys,
     sentences,
 )
@@ -287,11 +288,11 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
     lm = text_lm("gpt2")
     recorded: list[torch.Tensor] = []
 
-    def record(lm: LM, ids: torch.Tensor, *args: Any) -> None:
-        recorded.append(ids)
-        run_to_layer(lm, ids, *args)
+    def record(lm: LM, rows: list[ContextRow], layers: list[int]) -> dict[int, torch.Tensor]:
+        recorded.append(pad_rows(rows, lm.device))
+        return keys_of_rows(lm, rows, layers)
 
-    monkeypatch.setattr(contexts, "run_to_layer", record)
+    monkeypatch.setattr(contexts, "keys_of_rows", record)
     for token in ("subject-last", "subject-first", "last"):
         recorded.clear()
         keys = contrast_keys(lm, FACTS, 0, token, seed=0)
@@ -311,6 +312,21 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
             if edited > start:  # the edit token is the fact's own
                 assert not changed[:, edited].any()
             assert changed.any(1).float().mean() > 0.8  # a random token may be the same
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "falcon, alibi"])
+def test_keys_of_batched_rows_equal_those_of_single_rows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = text_lm(family)
+    rows = [row for fact in FACTS for row in edit_request(lm, fact, PREFIXES).rows]
+    monkeypatch.setattr(contexts, "TOKENS_PER_PASS", 40)
+    found = keys_of_rows(lm, rows, [0, 2])
+    for i, row in enumerate(rows):
+        single: dict[int, torch.Tensor] = {}
+        run_to_layer(lm, torch.tensor([row.ids]), [0, 2], single.__setitem__)
+        for layer, key in single.items():
+            assert close(found[layer][i], key[0, row.edit_position])
 
 
 def test_first_contrast_key_is_that_of_BOS_where_texts_start_with_it() -> None:

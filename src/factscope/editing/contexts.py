@@ -137,7 +137,7 @@ def bare_keys(
 
 CONTRASTS, FIRST_TOKENS = 40, 20
 """Contrast keys at the edit token, and at first tokens."""
-SENTENCES = 100
+SENTENCES = 30
 """Contexts in which keys are read besides those of the value search."""
 
 
@@ -214,15 +214,20 @@ def sentences(seed: int) -> tuple[str, ...]:
 def keys_of_rows(
     lm: "LM", rows: Sequence[ContextRow], layers: Sequence[int]
 ) -> dict[int, Float[Tensor, "row key"]]:
-    """By layer: the key at each row's edit position."""
+    """By layer: the key at each row's edit position. Later tokens are not run."""
+    rows = [replace(row, ids=row.ids[: row.edit_position + 1]) for row in rows]
+    longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     keys: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    size = max(1, TOKENS_PER_PASS // max((len(row.ids) for row in rows), default=1))
-    for i in range(0, len(rows), size):
-        part = rows[i : i + size]
+    start = 0
+    while start < len(rows):
+        size = max(1, TOKENS_PER_PASS // len(rows[longest_first[start]].ids))
+        part = [rows[i] for i in longest_first[start : start + size]]
         at = torch.arange(len(part)), torch.tensor([row.edit_position for row in part])
         ids = pad_rows(part, lm.device)
         run_to_layer(lm, ids, layers, lambda layer, k, at=at: keys[layer].append(k[at].float()))
-    return {layer: torch.cat(parts) for layer, parts in keys.items()}
+        start += size
+    in_order = torch.tensor(longest_first).argsort()
+    return {layer: torch.cat(parts)[in_order] for layer, parts in keys.items()}
 
 
 def kl_row(lm: "LM", fact: Fact, token: EditToken, position: KlPosition) -> ContextRow:

@@ -116,7 +116,7 @@ class PrefixSettings:
     prefix_bos_counts: bool = False
     """Count BOS as one of these tokens, as the authors' code does."""
     seed: Annotated[Seed, Flag(name="prefix-seed")] = 0
-    """Seed for generating the prefixes and, for ROME, the subjects of `contrast_tolerance`."""
+    """Seed of the prefixes and, for ROME, of the contrast keys and sentences."""
 
 
 # ---- ROME and MEMIT
@@ -222,9 +222,9 @@ class Rome(PrefixSettings, Editor):
     more the edit depends on the context. "inf" for none. None for the model's default, mostly
     "inf"."""
     context_tolerance: Annotated[float | Literal["inf"] | None, Gt(0)] = None
-    """Make the values of all contexts change by about δ: the differences between their keys are
-    added to C with a weight of 1/ε. "inf" for none. None for 0.01 with contrast keys, otherwise
-    "inf"."""
+    """Make the value change by about δ in every context: the differences of the fact's keys, after
+    the prefixes and 30 sentences, from their mean are added to C with a weight of 1/ε. "inf" for
+    none. None for 0.3 with contrast keys, otherwise "inf"."""
     scale_delta: bool = True
     """Search with the fraction of δ that the edit will add in each context. --no-scale-delta adds
     the whole δ in every context, as in the paper's code."""
