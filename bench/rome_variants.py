@@ -17,6 +17,8 @@ new object is the most likely one after the prompt; the other columns are the pa
 Intervals are 95 %, for S by bootstrap. "time" is the time of an edit, checks included, relative to
 the variant "before", without the first batch, which warms up. Every finished variant is a line of
 the JSON file; a variant that has one is skipped, so a run that was cut goes on where it stopped.
+With `--same-values`, the first variant searches the values, and the others insert the same values:
+variants of ROME's update are then compared within seconds per record, without continued searches.
 With `--records 501-600` only those of the slice are used, and `--show` joins several JSON files.
 `--against NAME` also prints the mean difference to a variant on the cases that both have, with
 95 % intervals of the paired differences.
@@ -41,13 +43,16 @@ from factscope.data.readers import everyday_facts, read_cases, read_facts
 from factscope.editing.contexts import bare_keys
 from factscope.editing.defaults import memit_defaults, rome_defaults
 from factscope.editing.edit import Edit
+from factscope.editing.editor import raise_first_error
 from factscope.editing.settings import PAPER_ROME, Memit, Rome, ValueSearch
+from factscope.editing.value_search import ValueResult
 from factscope.errors import FactscopeError
 from factscope.evaluation.cases import score_cases
 from factscope.evaluation.settings import ScoringOptions
 from factscope.facts import Case, Fact
 from factscope.lm.load import load
 from factscope.lm.model import LM
+from factscope.progress import no_progress
 from factscope.records import CaseScores
 from factscope.stats.second_moment import SecondMoment, find_second_moment
 
@@ -108,6 +113,7 @@ SPARING = {
     "contrast, no contexts": "method=default+context_tolerance=inf",
     "contrast 3": "method=default+contrast_tolerance=3.0",
     "contrast 0.3": "method=default+contrast_tolerance=0.3",
+    "contrast 0.1": "method=default+contrast_tolerance=0.1",
 }
 """Variants of what is added to C: contrast keys, and differences between contexts."""
 VARIANTS: dict[str, str] = {
@@ -206,6 +212,28 @@ def edit_cases(
         if i or len(cases) <= batch:
             seconds, timed = seconds + time.perf_counter() - start, timed + len(part)
     return edits, seconds / timed
+
+
+def search(lm: LM, editor: Rome, cases: Sequence[Case], batch: int) -> list[ValueResult]:
+    """The values of all cases."""
+    facts = [case.request for case in cases]
+    batches = (facts[i : i + batch] for i in range(0, len(facts), batch))
+    found = [x for part in batches for x in editor.bind(lm, part).search_values(part, no_progress)]
+    return raise_first_error(found)
+
+
+def insert_cases(
+    lm: LM, editor: Rome, values: Sequence[ValueResult], batch: int
+) -> list[Edit | FactscopeError]:
+    """An edit of each value, which another variant may have found."""
+    bound = editor.bind(lm, [x.request.fact for x in values])
+    edits: list[Edit | FactscopeError] = []
+    for i in range(0, len(values), batch):
+        part = values[i : i + batch]
+        none = torch.stack([x.keys[:0] for x in part])
+        added = torch.cat([none, *bound.added_keys([x.request for x in part])], 1)
+        edits += bound.insert_each([replace(x, added=a) for x, a in zip(part, added, strict=True)])
+    return edits
 
 
 def scores_of(
@@ -307,6 +335,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--text", type=Path, help="collect statistics from this text")
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of the text")
@@ -317,6 +346,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--variants", default="all", help="before; paper; default; memit; "
                         + "; ".join(VARIANTS))  # fmt: skip
+    parser.add_argument(
+        "--same-values", action="store_true", help="search with the first variant only"
+    )
     parser.add_argument("--facts-per-edit", type=int, default=1, help="facts of one edit")
     parser.add_argument("--protect", type=Path, help="facts whose keys are protected")
     parser.add_argument("--against", help="also print differences to this variant")
@@ -341,7 +373,7 @@ def main() -> None:
     tuning = range(len(everything))[TUNE]
     cases = [everything[i] for i in wanted if (i in tuning) == (args.slice == "tune")][: args.limit]
     began = time.perf_counter()
-    lm = load(args.model, device=args.device)
+    lm = load(args.model, device=args.device, dtype=args.dtype)
     names = args.variants.split(";")
     if names == ["all"]:
         names = ["before", "paper", *VARIANTS, "memit"]
@@ -357,6 +389,7 @@ def main() -> None:
 
     if "unedited" not in done:
         report("unedited", row_of(by_case(scores_of(lm, cases, [None] * len(cases), args.batch))))
+    values: list[ValueResult] = []
     for name in (name for name in names if name not in done):
         if time.perf_counter() - began > 60 * args.minutes:
             break
@@ -370,9 +403,16 @@ def main() -> None:
             found = find_second_moment(lm, layers[0], [args.stats] if args.text else [])
             assert found is not None
             editor = replace(editor, second_moment=protected(lm, found, alpha, facts))
-        edits, seconds = edit_cases(lm, editor, cases, args.batch, args.facts_per_edit)
+        if args.same_values:
+            assert isinstance(editor, Rome)
+            values = values or search(lm, editor, cases, args.batch)
+            edits, timing = insert_cases(lm, editor, values, args.batch), {}
+        else:
+            edits, seconds = edit_cases(lm, editor, cases, args.batch, args.facts_per_edit)
+            timing = {"seconds": round(seconds, 4)}
         made = [edit for edit in edits if isinstance(edit, Edit)]
         checks = [edit.checks for edit in made if edit.checks is not None]
+        norms = [x.update_norm for x in checks]
         steps = [len(losses) for edit in made for losses in edit.settings["losses"]]
         settings = {**editor.to_dict(), "search": asdict(editor.search), "prefixes": None}
         if not made:
@@ -381,10 +421,10 @@ def main() -> None:
         report(name, {
             **row_of(by_case(scores_of(lm, cases, edits, args.batch))),
             "failed": len(edits) - len(made),
-            "seconds": round(seconds, 4),
+            **timing,
             "steps": round(float(np.mean(steps)), 2),
+            **({"update_norm": round(float(np.mean(norms)), 4)} if norms else {}),
             "beyond_limits": sum(bool(x.complaints()) for x in checks),
-            "update_norm": round(float(np.mean([x.update_norm for x in checks])), 4),
             "settings": json.loads(json.dumps(settings, default=str)),
         })  # fmt: skip
     rows = rows_of(path, args.slice)
