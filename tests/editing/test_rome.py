@@ -298,7 +298,7 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
         keys = contrast_keys(lm, FACTS, 0, token, seed=0)
         again = contrast_keys(lm, FACTS[1:], 0, token, seed=0)
         assert close(keys[1:], again)  # independently of the other facts
-        (firsts, ids, firsts_again, _) = recorded
+        (ids, firsts, _, firsts_again) = recorded
         assert firsts.shape[1] == 1  # gpt2 has no BOS
         assert torch.equal(firsts, firsts_again)
         for fact, rows in zip(FACTS, ids.unflatten(0, (len(FACTS), -1)), strict=True):
@@ -312,6 +312,35 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
             if edited > start:  # the edit token is the fact's own
                 assert not changed[:, edited].any()
             assert changed.any(1).float().mean() > 0.8  # a random token may be the same
+
+
+def test_contrast_rows_take_half_of_their_tokens_from_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none that the model does not predict, no special one, and not the subject's own."""
+    lm = text_lm("llama", style="llama")
+    rows: list[ContextRow] = []
+
+    def record(lm: LM, part: list[ContextRow], layers: list[int]) -> dict[int, torch.Tensor]:
+        rows.extend(part)
+        return keys_of_rows(lm, part, layers)
+
+    def predict(_: LM, states: torch.Tensor) -> torch.Tensor:
+        logits = torch.full((*states.shape[:-1], lm.embed.weight.shape[0]), -100.0)
+        logits[..., [own, lm.tokenizer.bos_token_id]] = 100.0
+        logits[..., likely] = 50.0
+        return logits
+
+    prompt, (start, _) = encode_fact(lm, replace(FACTS[0], target=None))
+    own, likely = prompt.ids[start], prompt.ids[-1]
+    monkeypatch.setattr(contexts, "keys_of_rows", record)
+    monkeypatch.setattr(contexts, "CONTRASTS", 1000)
+    monkeypatch.setattr(LM, "head", predict)
+    contrast_keys(lm, FACTS[:1], 0, "subject-last", seed=0)
+    drawn = [row.ids[start] for row in rows[:1000] if row.ids[start] != own]
+    assert 450 < len(drawn) < 900
+    assert sum(token == likely for token in drawn) / len(drawn) == pytest.approx(0.5, abs=0.1)
+    assert lm.tokenizer.bos_token_id not in drawn
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "falcon, alibi"])

@@ -7,6 +7,7 @@ Prefixes are short texts that the model generates itself (paper §3.1, App. E.5)
 and value of a fact do not depend on one context.
 """
 
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -147,43 +148,78 @@ def contrast_keys(
     """Keys that an edit should spare: of its edit token after other beginnings of the subject, and
     of first tokens.
 
-    In other beginnings, half of the subject's tokens before the edit token, and at least one of
-    them, are replaced by random ones. Where there is none before it, the token itself is replaced.
-    First tokens are random ones, or BOS where texts start with it. In many models they are
-    attention sinks, with keys of their own kind; a subject at the start of its bare prompt can
-    have such a key too.
+    In other beginnings, a random fraction of the subject's tokens before the edit token, and at
+    least one of them, are replaced: half of them by random tokens, half by tokens that the model
+    predicts there ("Airbus A380" for "Airbus A350"). Where there is none before it, the token
+    itself is replaced. First tokens are random ones, or BOS where texts start with it. In many
+    models they are attention sinks, with keys of their own kind; a subject at the start of its bare
+    prompt can have such a key too.
     """
     # A tokenizer may have more tokens than the embedding has rows.
     count = min(len(lm.tokenizer), lm.embed.weight.shape[0])
     ordinary = torch.tensor(sorted(set(range(count)) - set(lm.tokenizer.all_special_ids)))
 
-    def keys(rows: Sequence[ContextRow]) -> Float[Tensor, "row key"]:
-        return keys_of_rows(lm, rows, [layer])[layer]
-
-    rows: list[ContextRow] = []
-    for fact in facts:
-        prompt, (start, end) = encode_fact(lm, replace(fact, target=None))
-        edited = context_row(lm, replace(fact, target=None), (), token).edit_position
-        end = min(end, edited) if edited > start else start + 1
-        generator = torch.Generator().manual_seed(seed)
-        shape = CONTRASTS, end - start
-        drawn = ordinary[torch.randint(len(ordinary), shape, generator=generator)]
-        replaced = torch.rand(shape, generator=generator) < 0.5
-        one = torch.randint(shape[1], (CONTRASTS, 1), generator=generator)
-        replaced.scatter_(1, one, True)
-        ids = torch.tensor(prompt.ids[: edited + 1]).repeat(CONTRASTS, 1)
-        ids[:, start:end] = torch.where(replaced, drawn, ids[:, start:end])
-        rows += [ContextRow(tuple(row), (), (), edited) for row in ids.tolist()]
-
+    bare = [context_row(lm, replace(fact, target=None), (), token) for fact in facts]
+    spans: list[tuple[int, int]] = []
+    for fact, row in zip(facts, bare, strict=True):
+        _, (start, end) = encode_fact(lm, replace(fact, target=None))
+        before = row.edit_position > start
+        spans.append((start, min(end, row.edit_position) if before else start + 1))
+    logits = _logits_in_spans(lm, bare, spans)
+    rows = [
+        other
+        for row, span, predicted in zip(bare, spans, logits, strict=True)
+        for other in _other_beginnings(row, span, predicted, ordinary, seed)
+    ]
     first = encode(lm, "A").ids[:1]
     if first[0] not in lm.tokenizer.all_special_ids:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(len(ordinary), (FIRST_TOKENS,), generator=generator)
         first = ordinary[drawn].tolist()
-    sinks = keys([ContextRow((token_id,), (), (), 0) for token_id in first])
-    return torch.cat(
-        [keys(rows).unflatten(0, (len(facts), -1)), sinks.expand(len(facts), -1, -1)], 1
-    )
+    firsts = [ContextRow((token_id,), (), (), 0) for token_id in first]
+    keys, sinks = (keys_of_rows(lm, x, [layer])[layer] for x in (rows, firsts))
+    return torch.cat([keys.unflatten(0, (len(facts), -1)), sinks.expand(len(facts), -1, -1)], 1)
+
+
+def _other_beginnings(
+    row: ContextRow,
+    span: tuple[int, int],
+    logits: Float[Tensor, "token vocabulary"],
+    ordinary: Int[Tensor, " ordinary"],
+    seed: int,
+) -> list[ContextRow]:
+    """The row up to its edit token, with other tokens in the span."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.tensor(row.ids[: row.edit_position + 1]).repeat(CONTRASTS, 1)
+    part = ids[:, slice(*span)]
+
+    own = ordinary == part[0, :, None]
+    likely = logits[:, ordinary].masked_fill(own, -math.inf).softmax(-1)
+    predicted = torch.multinomial(likely, CONTRASTS, replacement=True, generator=generator).T
+    at_random = torch.randint(len(ordinary), part.shape, generator=generator)
+    take_predicted = torch.rand(part.shape, generator=generator) < 0.5
+    drawn = ordinary[torch.where(take_predicted, predicted, at_random)]
+
+    fraction = torch.rand((CONTRASTS, 1), generator=generator)
+    replaced = torch.rand(part.shape, generator=generator) < fraction
+    one = torch.randint(part.shape[1], (CONTRASTS, 1), generator=generator)
+    replaced.scatter_(1, one, True)
+    ids[:, slice(*span)] = torch.where(replaced, drawn, part)
+    return [ContextRow(tuple(x), (), (), row.edit_position) for x in ids.tolist()]
+
+
+@torch.no_grad()
+def _logits_in_spans(
+    lm: "LM", rows: Sequence[TokenRow], spans: Sequence[tuple[int, int]]
+) -> list[Float[Tensor, "token vocabulary"]]:
+    """What the model predicts for the tokens from start to end of each row; for the first token of
+    a text, which it does not predict, zeros."""
+    states = lm.model.base_model(pad_rows(rows, lm.device), use_cache=False).last_hidden_state
+    found = []
+    for state, (start, end) in zip(states, spans, strict=True):
+        logits = lm.head(state[max(start, 1) - 1 : end - 1]).float().nan_to_num().cpu()
+        found.append(pad(logits, (0, 0, 0 if start else 1, 0)))
+    return found
 
 
 def sentence_keys(
