@@ -50,6 +50,9 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 def page(
     request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, ServerState]
 ) -> Iterator[Page]:
+    # The page of the module before may still have asked its server, which has stopped since.
+    chrome.get("about:blank")
+    chrome.get_log("browser")
     yield Page(chrome, server[0], request.param)
     severe = [e["message"] for e in chrome.get_log("browser") if e["level"] == "SEVERE"]
     assert [message for message in severe if "status of 4" not in message] == []

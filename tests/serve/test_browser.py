@@ -659,13 +659,12 @@ def test_advice_is_about_the_strongest_subject_token(
     page.set("seed", f"{1000 * effect:.0f}")  # a trace that is not in the cache
     page.trace()
     page.click("nav [data-view=edit]")
-    notes = page.text("#layer-notes").replace("\u00a0", " ")
     if effect > 0.1:
         label = f"{record.tokens[start].strip()}*"
-        assert f"at “{label}”. It is highest at layer 0: 41.5 %; the total effect is 80" in notes
+        wanted = f"at “{label}”. It is highest at layer 0: 41.5 %; the total effect is 80.0 %"
     else:
-        assert "suggests no layer" in notes
-        assert "at most 2.0 %; the total effect is 80.0 %" in notes
+        wanted = "suggests no layer: restored MLP outputs have an effect of at most 2.0 %; "
+    page.until(lambda: wanted in page.text("#layer-notes").replace("\u00a0", " "))
     heights = page.js("[...layers.querySelectorAll('i')].map((e) => parseFloat(e.style.height))")
     assert heights == pytest.approx([100 * effect / 0.8, *[0] * (len(heights) - 1)], abs=0.1)
 
