@@ -420,7 +420,7 @@ def test_the_form_in_a_browser(runs: Run, tmp_path: Path, width: int) -> None:
                 press(chrome, Keys.BACKSPACE)
                 assert shown(chrome, "statement") == seen[3]
                 assert chrome.find_elements(By.CSS_SELECTOR, "#pair input:checked")
-                time.sleep(1)  # Chrome stores what a page saves some time after the page did
+                time.sleep(6)  # Chrome stores what a page saves up to 5 s after the page did
                 chrome.refresh()
                 assert shown(chrome, "statement") == seen[3]
                 press(chrome, Keys.ENTER, "2")

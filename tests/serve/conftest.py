@@ -51,6 +51,7 @@ def page(
     request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, ServerState]
 ) -> Iterator[Page]:
     # The page of the module before may still have asked its server, which has stopped since.
+    chrome.delete_all_cookies()  # of this page: a blank one has none
     chrome.get("about:blank")
     chrome.get_log("browser")
     yield Page(chrome, server[0], request.param)
