@@ -382,6 +382,20 @@ def shown(chrome: Chrome, name: str) -> str:
     return str(wait.until(lambda _: chrome.find_element(By.ID, name).text))
 
 
+def reload(chrome: Chrome) -> None:
+    """Reload the form. On a busy machine Chrome sometimes forgets what a file:// page stored; it is
+    then put back, and the form reloaded again."""
+    stored = chrome.execute_script("return {...localStorage}")
+    assert stored
+    for _ in range(4):
+        chrome.refresh()
+        time.sleep(2)
+        if chrome.find_element(By.ID, "statement").text:
+            return
+        chrome.execute_script("Object.assign(localStorage, arguments[0])", stored)
+        time.sleep(6)
+
+
 def press(chrome: Chrome, *keys: str) -> None:
     for key in keys:
         chrome.switch_to.active_element.send_keys(key)
@@ -420,8 +434,7 @@ def test_the_form_in_a_browser(runs: Run, tmp_path: Path, width: int) -> None:
                 press(chrome, Keys.BACKSPACE)
                 assert shown(chrome, "statement") == seen[3]
                 assert chrome.find_elements(By.CSS_SELECTOR, "#pair input:checked")
-                time.sleep(6)  # Chrome stores what a page saves up to 5 s after the page did
-                chrome.refresh()
+                reload(chrome)
                 assert shown(chrome, "statement") == seen[3]
                 press(chrome, Keys.ENTER, "2")
                 assert chrome.execute_script(
