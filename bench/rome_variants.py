@@ -113,7 +113,6 @@ SPARING = {
     "contrast, no contexts": "method=default+context_tolerance=inf",
     "contrast 3": "method=default+contrast_tolerance=3.0",
     "contrast 0.3": "method=default+contrast_tolerance=0.3",
-    "contrast 0.1": "method=default+contrast_tolerance=0.1",
 }
 """Variants of what is added to C: contrast keys, and differences between contexts."""
 VARIANTS: dict[str, str] = {
@@ -188,6 +187,21 @@ def layers_of(lm: LM, editor: Rome | Memit) -> Sequence[int]:
     if isinstance(editor, Memit):
         return editor.layers or memit_defaults(lm).layers
     return [rome_defaults(lm).layer if editor.layer is None else int(editor.layer)]
+
+
+def with_statistics(lm: LM, name: str, args: argparse.Namespace) -> Any:
+    """The editor of a variant, with the statistics of `--text` if it is given."""
+    editor, alpha = variant(name)
+    layers = layers_of(lm, editor)
+    if args.text is not None:
+        collected(lm, layers, args.text, args.tokens, args.stats)
+        editor = replace(editor, second_moment=(args.stats,))
+    if alpha:
+        facts = read_facts(args.protect).facts if args.protect else everyday_facts()
+        found = find_second_moment(lm, layers[0], [args.stats] if args.text else [])
+        assert found is not None
+        editor = replace(editor, second_moment=protected(lm, found, alpha, facts))
+    return editor
 
 
 def edit_cases(
@@ -273,17 +287,18 @@ def row_of(values: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-def joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each variant, from rows of different records."""
-    names = dict.fromkeys(row["variant"] for row in rows)
-    return [_join([row for row in rows if row["variant"] == name]) for name in names]
-
-
-def _join(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    if len(rows) == 1:
-        return rows[0]
-    values = {name: [x for row in rows for x in row["by_case"][name]] for name in COLUMNS}
-    return {"variant": rows[0]["variant"], **row_of(values)}
+def joined(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each variant that every part has; the parts have different records."""
+    if len(parts) == 1:
+        return list(parts[0])
+    by_name = [{row["variant"]: row for row in part} for part in parts]
+    rows: list[dict[str, Any]] = []
+    for name in by_name[0]:
+        if all(name in part for part in by_name):
+            cases = [part[name]["by_case"] for part in by_name]
+            values = {column: [x for case in cases for x in case[column]] for column in COLUMNS}
+            rows.append({"variant": name, **row_of(values)})
+    return rows
 
 
 def differences(rows: Sequence[dict[str, Any]], name: str) -> str:
@@ -328,8 +343,8 @@ def numbered(text: str) -> slice:
     return slice(int(first) - 1, int(last))
 
 
-def main() -> None:
-    """Run every variant and print a line for each."""
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -357,16 +372,27 @@ def main() -> None:
                         "--show several")  # fmt: skip
     parser.add_argument("--show", action="store_true", help="only print the tables of --json")
     args = parser.parse_args()
+    if len(args.json) > 1 and not args.show:
+        parser.error("several --json files need --show")
+    names = args.variants.split(";")
+    only_rome = names != ["all"] and all(isinstance(variant(x)[0], Rome) for x in names)
+    if args.same_values and not only_rome:
+        parser.error("--same-values compares updates of ROME; name such variants in --variants")
+    return args
+
+
+def main() -> None:
+    """Run every variant and print a line for each."""
+    args = arguments()
     if args.show:
         for records in ("tune", "report"):
-            if rows := joined([row for path in args.json for row in rows_of(path, records)]):
+            parts = [rows_of(path, records) for path in args.json]
+            if rows := joined([part for part in parts if part]):
                 print(f"{records}, {rows[0]['cases']} cases\n{table(rows)}")
                 if args.against:
                     print(f"\n{differences(rows, args.against)}")
         return
 
-    if len(args.json) > 1:
-        parser.error("several --json files need --show")
     [path] = args.json
     everything = list(read_cases(args.cases).cases)
     wanted = range(len(everything))[args.records or slice(None)]
@@ -393,19 +419,9 @@ def main() -> None:
     for name in (name for name in names if name not in done):
         if time.perf_counter() - began > 60 * args.minutes:
             break
-        editor, alpha = variant(name)
-        layers = layers_of(lm, editor)
-        if args.text is not None:
-            collected(lm, layers, args.text, args.tokens, args.stats)
-            editor = replace(editor, second_moment=(args.stats,))
-        if alpha:
-            facts = read_facts(args.protect).facts if args.protect else everyday_facts()
-            found = find_second_moment(lm, layers[0], [args.stats] if args.text else [])
-            assert found is not None
-            editor = replace(editor, second_moment=protected(lm, found, alpha, facts))
+        editor = with_statistics(lm, name, args)
         if args.same_values:
-            assert isinstance(editor, Rome)
-            values = values or search(lm, editor, cases, args.batch)
+            values = values or search(lm, with_statistics(lm, names[0], args), cases, args.batch)
             edits, timing = insert_cases(lm, editor, values, args.batch), {}
         else:
             edits, seconds = edit_cases(lm, editor, cases, args.batch, args.facts_per_edit)

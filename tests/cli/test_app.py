@@ -365,7 +365,6 @@ def test_a_warning_is_printed_once() -> None:
     assert done.stderr == "layer 1\nlayer 2\n"
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completion_expects_no_value_after_a_switch(run) -> None:
     """After `--json` a command is completed; after `--model` its value would be."""
     _, script, _ = run("completion", "bash")

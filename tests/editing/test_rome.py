@@ -317,7 +317,7 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
 def test_contrast_rows_take_half_of_their_tokens_from_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And none that the model does not predict, no special one, and not the subject's own."""
+    """A predicted token is never a special one, nor the subject's own."""
     lm = text_lm("llama", style="llama")
     rows: list[ContextRow] = []
 

@@ -50,8 +50,9 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 def page(
     request: pytest.FixtureRequest, chrome: webdriver.Chrome, server: tuple[str, ServerState]
 ) -> Iterator[Page]:
-    # The page of the module before may still have asked its server, which has stopped since.
-    chrome.delete_all_cookies()  # of this page: a blank one has none
+    # An earlier module's page may still be open and poll its server, which has stopped: leave it
+    # and drop its messages. WebDriver deletes only the cookies of the open page, so delete first.
+    chrome.delete_all_cookies()
     chrome.get("about:blank")
     chrome.get_log("browser")
     yield Page(chrome, server[0], request.param)

@@ -663,7 +663,8 @@ def test_advice_is_about_the_strongest_subject_token(
         label = f"{record.tokens[start].strip()}*"
         wanted = f"at “{label}”. It is highest at layer 0: 41.5 %; the total effect is 80.0 %"
     else:
-        wanted = "suggests no layer: restored MLP outputs have an effect of at most 2.0 %; "
+        size = "at most 2.0 %; the total effect is 80.0 %"
+        wanted = f"suggests no layer: restored MLP outputs have an effect of {size}"
     page.until(lambda: wanted in page.text("#layer-notes").replace("\u00a0", " "))
     heights = page.js("[...layers.querySelectorAll('i')].map((e) => parseFloat(e.style.height))")
     assert heights == pytest.approx([100 * effect / 0.8, *[0] * (len(heights) - 1)], abs=0.1)
