@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
