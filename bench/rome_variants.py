@@ -289,8 +289,8 @@ def row_of(values: dict[str, list[Any]]) -> dict[str, Any]:
 
 def joined(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row for each variant that every part has; the parts have different records."""
-    if len(parts) == 1:
-        return list(parts[0])
+    if len(parts) < 2:
+        return [row for part in parts for row in part]
     by_name = [{row["variant"]: row for row in part} for part in parts]
     rows: list[dict[str, Any]] = []
     for name in by_name[0]:
