@@ -6,7 +6,7 @@ Run with `make test-gpu` on a machine with a CUDA GPU.
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -128,13 +128,20 @@ def test_edits_in_sequence_replay_captured_steps(
     assert captured or family in ("gptj", "bloom")
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_batch_of_edits_equals_single_ones(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "contrast"), [("highest", "inf"), ("high", "inf"), ("highest", 1.0)]
+)
+def test_a_batch_of_edits_equals_single_ones(
+    precision: str, contrast: float | Literal["inf"]
+) -> None:
     torch.set_float32_matmul_precision(precision)
     lm = text_lm("gpt2")
     gpu = on_gpu(lm)
     facts = [replace(FACTS[0], prompt="{} is in" + " the" * (i % 3)) for i in range(9)]
-    rome = Rome(layer=1, prefixes=PREFIXES, second_moment="identity", search=SEARCH)
+    rome = Rome(
+        layer=1, prefixes=PREFIXES, second_moment="identity", search=SEARCH,
+        contrast_tolerance=contrast,
+    )  # fmt: skip
     tolerance = 2e-3 if precision == "highest" else 3e-2
     for found, fact in zip(rome.each(gpu, facts), facts, strict=True):
         [expected] = rome.each(lm, [fact])

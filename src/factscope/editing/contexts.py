@@ -14,20 +14,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from factscope.editing.editor import results_or_errors
+from factscope.editing.editor import raise_first_error, results_or_errors
 from factscope.editing.settings import JOIN, EditToken, KlPosition, PrefixSettings
 from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import SUBJECT_SLOT, Fact
 from factscope.lm.generate import generate_ids, top_k_choice
-from factscope.lm.tokens import continuation_ids, encode, encode_fact
+from factscope.lm.tokens import Prompt, continuation_ids, encode, encode_each, encode_fact
 from factscope.stats.covariance import run_to_layer
 from factscope.stats.text import BUILT_IN, documents
 
@@ -80,8 +78,8 @@ def edit_request(
 ) -> EditRequest:
     """Tokenize a fact in all contexts."""
     target = target_ids(lm, fact)
-    rows = tuple(context_row(lm, f, target, token) for f in with_prefixes(fact, prefixes))
-    return EditRequest(fact=fact, target=target, rows=rows)
+    rows = raise_first_error(context_rows(lm, with_prefixes(fact, prefixes), target, token))
+    return EditRequest(fact=fact, target=target, rows=tuple(rows))
 
 
 def edit_requests(
@@ -110,7 +108,26 @@ def target_ids(lm: "LM", fact: Fact) -> tuple[int, ...]:
 
 def context_row(lm: "LM", fact: Fact, target: Sequence[int], token: EditToken) -> ContextRow:
     """The prompt and all target tokens but the last, which nothing follows."""
-    prompt, subject = encode_fact(lm, fact)
+    return raise_first_error(context_rows(lm, [fact], target, token))[0]
+
+
+def context_rows(
+    lm: "LM", facts: Sequence[Fact], target: Sequence[int], token: EditToken
+) -> list[ContextRow | FactscopeError]:
+    """The row of each fact with the same target, or the error of its prompt."""
+    prompts = encode_each(lm, [fact.text for fact in facts])
+
+    def row(fact: Fact, prompt: Prompt | FactscopeError) -> ContextRow | FactscopeError:
+        if isinstance(prompt, FactscopeError):
+            return prompt
+        return _context_row(prompt, prompt.token_range(fact.subject_span), target, token)
+
+    return results_or_errors(row, facts, prompts)
+
+
+def _context_row(
+    prompt: Prompt, subject: tuple[int, int], target: Sequence[int], token: EditToken
+) -> ContextRow:
     end = len(prompt) - 1
     return ContextRow(
         ids=(*prompt.ids, *target[:-1]),
@@ -138,6 +155,8 @@ def bare_keys(
 
 CONTRASTS, FIRST_TOKENS = 40, 20
 """Contrast keys at the edit token, and at first tokens."""
+LIKELY = 100
+"""Other tokens of the subject are drawn from so many of the most likely ones."""
 SENTENCES = 30
 """Contexts in which keys are read besides those of the value search."""
 
@@ -165,11 +184,11 @@ def contrast_keys(
         _, (start, end) = encode_fact(lm, replace(fact, target=None))
         before = row.edit_position > start
         spans.append((start, min(end, row.edit_position) if before else start + 1))
-    logits = _logits_in_spans(lm, bare, spans)
+    likely = _likely_tokens(lm, bare, spans, ordinary)
     rows = [
         other
-        for row, span, predicted in zip(bare, spans, logits, strict=True)
-        for other in _other_beginnings(row, span, predicted, ordinary, seed)
+        for row, span, tokens in zip(bare, spans, likely, strict=True)
+        for other in _other_beginnings(row, span, tokens, ordinary, seed)
     ]
     first = encode(lm, "A").ids[:1]
     if first[0] not in lm.tokenizer.all_special_ids:
@@ -184,7 +203,7 @@ def contrast_keys(
 def _other_beginnings(
     row: ContextRow,
     span: tuple[int, int],
-    logits: Float[Tensor, "token vocabulary"],
+    likely: "_LikelyTokens",
     ordinary: Int[Tensor, " ordinary"],
     seed: int,
 ) -> list[ContextRow]:
@@ -193,12 +212,12 @@ def _other_beginnings(
     ids = torch.tensor(row.ids[: row.edit_position + 1]).repeat(CONTRASTS, 1)
     part = ids[:, slice(*span)]
 
-    own = ordinary == part[0, :, None]
-    likely = logits[:, ordinary].masked_fill(own, -math.inf).softmax(-1)
-    predicted = torch.multinomial(likely, CONTRASTS, replacement=True, generator=generator).T
-    at_random = torch.randint(len(ordinary), part.shape, generator=generator)
+    chosen = torch.multinomial(likely.weights, CONTRASTS, replacement=True, generator=generator)
+    predicted = likely.ids.gather(1, chosen).T
+    at_random = ordinary[torch.randint(len(ordinary), part.shape, generator=generator)]
     take_predicted = torch.rand(part.shape, generator=generator) < 0.5
-    drawn = ordinary[torch.where(take_predicted, predicted, at_random)]
+    take_predicted &= torch.arange(*span) > 0  # the model does not predict the first token
+    drawn = torch.where(take_predicted, predicted, at_random)
 
     fraction = torch.rand((CONTRASTS, 1), generator=generator)
     replaced = torch.rand(part.shape, generator=generator) < fraction
@@ -208,33 +227,49 @@ def _other_beginnings(
     return [ContextRow(tuple(x), (), (), row.edit_position) for x in ids.tolist()]
 
 
+class _LikelyTokens(NamedTuple):
+    """The ordinary tokens that the model finds most likely at given positions, in the place of the
+    text's own."""
+
+    ids: Int[Tensor, "position likely"]
+    weights: Float[Tensor, "position likely"]
+    """Their probabilities."""
+
+
 @torch.no_grad()
-def _logits_in_spans(
-    lm: "LM", rows: Sequence[TokenRow], spans: Sequence[tuple[int, int]]
-) -> list[Float[Tensor, "token vocabulary"]]:
-    """What the model predicts for the tokens from start to end of each row; for the first token of
-    a text, which it does not predict, zeros."""
+def _likely_tokens(
+    lm: "LM",
+    rows: Sequence[TokenRow],
+    spans: Sequence[tuple[int, int]],
+    ordinary: Int[Tensor, " ordinary"],
+) -> list[_LikelyTokens]:
+    """The likely tokens from start to end of each row; not meant for the first token of a text."""
     states = lm.model.base_model(pad_rows(rows, lm.device), use_cache=False).last_hidden_state
-    found = []
-    for state, (start, end) in zip(states, spans, strict=True):
-        logits = lm.head(state[max(start, 1) - 1 : end - 1]).float().nan_to_num().cpu()
-        found.append(pad(logits, (0, 0, 0 if start else 1, 0)))
-    return found
+    places = [(i, t) for i, span in enumerate(spans) for t in range(*span)]
+    row, position = torch.tensor(places, device=states.device).T
+    logits = lm.head(states[row, (position - 1).clamp_min(0)]).float().nan_to_num()
+    is_ordinary = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+    is_ordinary[ordinary.to(logits.device)] = True
+    own = torch.tensor([rows[i].ids[t] for i, t in places], device=logits.device)
+    logits.masked_fill_(~is_ordinary, -math.inf).scatter_(1, own[:, None], -math.inf)
+    best = logits.topk(min(LIKELY, len(ordinary) - 1))
+    lengths = [end - start for start, end in spans]
+    parts = (best.indices.cpu().split(lengths), best.values.softmax(-1).cpu().split(lengths))
+    return [_LikelyTokens(*part) for part in zip(*parts, strict=True)]
 
 
 def sentence_keys(
     lm: "LM", facts: Sequence[Fact], layer: int, token: EditToken, seed: int
 ) -> Float[Tensor, "fact sentence key"]:
-    """Each fact's keys after sentences of the built-in text."""
+    """Each fact's keys after sentences of the built-in text; after one that makes it too long, the
+    key of the bare prompt."""
+    in_contexts = [f for fact in facts for f in with_prefixes(fact, sentences(seed))]
+    found = context_rows(lm, in_contexts, (), token)
     rows: list[ContextRow] = []
-    for fact in facts:
-        bare, *others = with_prefixes(fact, sentences(seed))
-        bare_row = context_row(lm, bare, (), token)
-        for other in others:
-            try:
-                rows.append(context_row(lm, other, (), token))
-            except PromptTooLong:
-                rows.append(bare_row)
+    for i in range(0, len(found), SENTENCES + 1):
+        [bare] = raise_first_error(found[i : i + 1])
+        others = found[i + 1 : i + 1 + SENTENCES]
+        rows += [bare if isinstance(row, FactscopeError) else row for row in others]
     return keys_of_rows(lm, rows, [layer])[layer].unflatten(0, (len(facts), -1))
 
 
@@ -286,8 +321,9 @@ def pad_rows(
 def _padded(
     lists: Sequence[Sequence[int]], device: torch.device, length: int = 0
 ) -> Int[Tensor, "row column"]:
-    table = pad_sequence([torch.tensor(x) for x in lists], batch_first=True)
-    return pad(table, (0, max(0, length - table.shape[1]))).to(device)
+    length = max(length, *map(len, lists))
+    table = [[*x, *[0] * (length - len(x))] for x in lists]
+    return torch.tensor(table, dtype=torch.long).to(device)
 
 
 @dataclass(frozen=True, eq=False)

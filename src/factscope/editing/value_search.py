@@ -188,7 +188,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
 
     def _search_on(self, values: Sequence[ValueResult], progress: Progress) -> list[ValueResult]:
         """Continue the search from each δ; where the loss does not fall, the value stays."""
-        results = self._search([x.request for x in values], progress, [x.delta for x in values])
+        results = self._search([x.request for x in values], progress, values)
         return [
             replace(new, losses=old.losses + new.losses) if isinstance(new, ValueResult) else old
             for old, new in zip(values, results, strict=True)
@@ -198,13 +198,13 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         self,
         requests: Sequence[EditRequest],
         progress: Progress,
-        start: Sequence[Float[Tensor, " value"]] | None = None,
+        start: Sequence[ValueResult] | None = None,
     ) -> list[ValueResult | FactscopeError]:
         # Requests of similar length share a batch; results in the order of the requests.
         order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
 
         def solve(batch: Sequence[int], progress: Progress) -> list[ValueResult | FactscopeError]:
-            first = None if start is None else torch.stack([start[i] for i in batch])
+            first = None if start is None else [start[i] for i in batch]
             return self._solve([requests[i] for i in batch], first, progress)
 
         size = self.settings.facts_per_pass or _batch_size(self.lm, requests, self.layer)
@@ -215,7 +215,7 @@ class BoundValueEditor(BoundEditor, Generic[S]):
     def _solve(
         self,
         requests: Sequence[EditRequest],
-        start: Float[Tensor, "fact value"] | None,
+        start: Sequence[ValueResult] | None,
         progress: Progress,
     ) -> list[ValueResult | FactscopeError]:
         """One batch."""
@@ -226,11 +226,16 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         if self.search.unit == "layer":
             norm = usual_norm(self.lm, self.layer, self.site, token)
             objective = replace(objective, norm=torch.full_like(objective.norm, norm))
-        added = torch.cat([keys[:, :0], *self.added_keys(requests)], 1)
+        if start is None:
+            first = None
+            added = torch.cat([keys[:, :0], *self.added_keys(requests)], 1)
+        else:
+            first = torch.stack([x.delta for x in start])
+            added = torch.stack([x.added for x in start])
         if (scales := self.scales(keys, added)) is not None:
             objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
-            objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
+            objective, lambda objective, make_step: minimise(objective, make_step, progress, first)
         )
         return [
             _failure(request.fact, by_step)

@@ -7,7 +7,7 @@ spaces, byte tokens and BOS differ between families, offsets do not.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factscope.errors import BadFact, BadSetting, PromptTooLong
+from factscope.errors import BadFact, BadSetting, FactscopeError, PromptTooLong
 from factscope.facts import Fact, check_unicode
 from factscope.lm.model import LM
 
@@ -37,9 +37,27 @@ class Prompt:
 
 def encode(lm: LM, text: str, *, special: bool = True) -> Prompt:
     """Tokenize a text; `special` adds the special tokens at its start that the model expects."""
-    check_unicode(text)
-    coded = lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    ids, offsets = list(coded["input_ids"]), [tuple(o) for o in coded["offset_mapping"]]
+    [prompt] = encode_each(lm, [text], special=special)
+    if isinstance(prompt, FactscopeError):
+        raise prompt
+    return prompt
+
+
+def encode_each(
+    lm: LM, texts: Sequence[str], *, special: bool = True
+) -> list[Prompt | FactscopeError]:
+    """Tokenize texts at once; one without tokens or with too many gives its error."""
+    for text in texts:
+        check_unicode(text)
+    coded = lm.tokenizer(list(texts), add_special_tokens=special, return_offsets_mapping=True)
+    columns = zip(texts, coded["input_ids"], coded["offset_mapping"], strict=True)
+    return [_prompt(lm, text, ids, offsets, special) for text, ids, offsets in columns]
+
+
+def _prompt(
+    lm: LM, text: str, ids: list[int], offsets: list[tuple[int, int]], special: bool
+) -> Prompt | FactscopeError:
+    """The prompt, given what the tokenizer made of its text."""
     eos, bos = lm.tokenizer.eos_token_id, lm.tokenizer.bos_token_id
     # Some tokenizers append EOS, after which the model would not continue the prompt.
     if special and len(ids) > 1 and ids[-1] == eos and offsets[-1][0] == offsets[-1][1]:
@@ -47,16 +65,16 @@ def encode(lm: LM, text: str, *, special: bool = True) -> Prompt:
     if special and lm.family.needs_bos and bos is not None and ids[:1] != [bos]:
         ids, offsets = [bos, *ids], [(0, 0), *offsets]
     if not ids:
-        raise BadFact(f"the text {text!r} has no tokens; give a text that leads up to the object")
+        return BadFact(f"the text {text!r} has no tokens; give a text that leads up to the object")
     if lm.context is not None and len(ids) > lm.context:
-        raise PromptTooLong(
+        return PromptTooLong(
             f"the prompt has {len(ids)} tokens, {lm.name} reads at most {lm.context}; shorten it"
         )
-    texts = [
-        text[a:b] if a < b else lm.tokenizer.decode([i])
-        for i, (a, b) in zip(ids, offsets, strict=True)
-    ]
-    return Prompt(ids=tuple(ids), offsets=tuple(offsets), texts=tuple(texts))
+    texts = tuple(
+        text[start:stop] if start < stop else lm.tokenizer.decode([i])
+        for i, (start, stop) in zip(ids, offsets, strict=True)
+    )
+    return Prompt(ids=tuple(ids), offsets=tuple(map(tuple, offsets)), texts=texts)
 
 
 def encode_fact(lm: LM, fact: Fact) -> tuple[Prompt, tuple[int, int]]:
