@@ -70,7 +70,7 @@ ROME: dict[Shape, RomeDefaults] = {
     ("gpt_neox", 44, 6144): RomeDefaults(layer=15, source=MEMIT_FILES),
     ("llama", 32, 4096): RomeDefaults(layer=5, source=EASYEDIT),
     ("qwen2", 28, 3584): RomeDefaults(layer=5, source=EASYEDIT),
-    ("llama", 30, 576): RomeDefaults(layer=5, lr=0.3, contrast_tolerance=1.0, source=TRIALS),
+    ("llama", 30, 576): RomeDefaults(layer=5, lr=0.3, contrast_tolerance=3.0, source=TRIALS),
 }
 
 DEPTH = 0.18
