@@ -382,20 +382,6 @@ def shown(chrome: Chrome, name: str) -> str:
     return str(wait.until(lambda _: chrome.find_element(By.ID, name).text))
 
 
-def reload(chrome: Chrome) -> None:
-    """Reload the form. On a busy machine Chrome sometimes forgets what a file:// page stored; it is
-    then put back, and the form reloaded again."""
-    stored = chrome.execute_script("return {...localStorage}")
-    assert stored
-    for _ in range(4):
-        chrome.refresh()
-        time.sleep(2)
-        if chrome.find_element(By.ID, "statement").text:
-            return
-        chrome.execute_script("Object.assign(localStorage, arguments[0])", stored)
-        time.sleep(6)
-
-
 def press(chrome: Chrome, *keys: str) -> None:
     for key in keys:
         chrome.switch_to.active_element.send_keys(key)
@@ -434,7 +420,7 @@ def test_the_form_in_a_browser(runs: Run, tmp_path: Path, width: int) -> None:
                 press(chrome, Keys.BACKSPACE)
                 assert shown(chrome, "statement") == seen[3]
                 assert chrome.find_elements(By.CSS_SELECTOR, "#pair input:checked")
-                reload(chrome)
+                chrome.refresh()
                 assert shown(chrome, "statement") == seen[3]
                 press(chrome, Keys.ENTER, "2")
                 assert chrome.execute_script(
@@ -476,3 +462,24 @@ def test_order_and_sides_differ_between_raters(tmp_path: Path) -> None:
         assert "Which text is better?" in shown(chrome, "intro")
     assert len(orders) == 3
     assert set(lefts) == {0, 1}
+
+
+def test_answers_survive_a_reload_and_a_new_visit(tmp_path: Path) -> None:
+    """The newest of what the history entry and localStorage have. Nothing but the history entry
+    survives a reload in every Chromium."""
+    study = build_study({"a": cases("rome", 3), "b": cases("ft-l", 3)}, seed=0)
+    form = tmp_path / "form.html"
+    form.write_text(form_page(study), "utf-8")
+    with browser(tmp_path) as chrome:
+        chrome.get(form.as_uri())
+        chrome.execute_script("show('pair'); step(1)")
+        assert chrome.execute_script("history.replaceState(null, ''); return restored().at") == 1
+        chrome.execute_script("save(); localStorage.clear()")
+        chrome.refresh()
+        assert shown(chrome, "place") == "2 of 3"
+        older = "const text = JSON.stringify(state); step(1); "
+        at = chrome.execute_script(older + "history.replaceState(text, ''); return restored().at")
+        assert at == 2
+        store = f"localStorage.setItem('factscope-study-{study.id}', text); "
+        at = chrome.execute_script(older.replace("1", "-1") + store + "return restored().at")
+        assert at == 1

@@ -17,25 +17,37 @@ function fresh() {
   }
   const chosen = order.slice(0, study.per_rater);
   const left = Object.fromEntries(chosen.map((id) => [id, Math.random() < 0.5 ? 0 : 1]));
-  return { rater: "", order: chosen, left, answers: {}, at: 0, view: "intro" };
+  return { rater: "", order: chosen, left, answers: {}, at: 0, view: "intro", saves: 0 };
 }
 
+// Answers are kept in localStorage and, for a reload, in the history entry: Chromium sometimes loses
+// what a page opened from a file has stored.
 function restored() {
-  try {
-    const saved = JSON.parse(localStorage.getItem(STORAGE_KEY));
-    const valid = saved && saved.order.length && saved.order.every((id) => items.has(id) && id in saved.left);
-    return valid ? saved : null;
-  } catch {
-    return null;
-  }
+  const read = (source) => {
+    try {
+      const saved = JSON.parse(source());
+      return saved.order.length && saved.order.every((id) => items.has(id) && id in saved.left) ? [saved] : [];
+    } catch {
+      return [];
+    }
+  };
+  const found = [() => localStorage.getItem(STORAGE_KEY), () => history.state].flatMap(read);
+  return found.sort((a, b) => b.saves - a.saves)[0];
 }
 
 function save() {
+  state.saves += 1;
+  const text = JSON.stringify(state);
   try {
-    localStorage.setItem(STORAGE_KEY, JSON.stringify(state));
+    localStorage.setItem(STORAGE_KEY, text);
   } catch {
     $("trouble").textContent = "This browser does not store your answers: download them before you close the page.";
     $("trouble").hidden = false;
+  }
+  try {
+    history.replaceState(text, "");
+  } catch {
+    // Some browsers limit how often this may be called.
   }
 }
 
