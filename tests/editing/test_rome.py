@@ -314,11 +314,13 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
             assert changed.any(1).float().mean() > 0.8  # a random token may be the same
 
 
+@pytest.mark.parametrize(("style", "share"), [("llama", 0.5), ("gpt2", 0.0)])
 def test_contrast_rows_take_half_of_their_tokens_from_the_model(
-    monkeypatch: pytest.MonkeyPatch,
+    style: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A predicted token is never a special one, nor the subject's own."""
-    lm = text_lm("llama", style="llama")
+    """A predicted token is never a special one, nor the subject's own. The first token of a text is
+    not predicted; with BOS, the subject has none."""
+    lm = text_lm("llama", style=style)
     rows: list[ContextRow] = []
 
     def record(lm: LM, part: list[ContextRow], layers: list[int]) -> dict[int, torch.Tensor]:
@@ -327,11 +329,12 @@ def test_contrast_rows_take_half_of_their_tokens_from_the_model(
 
     def predict(_: LM, states: torch.Tensor) -> torch.Tensor:
         logits = torch.full((*states.shape[:-1], lm.embed.weight.shape[0]), -100.0)
-        logits[..., [own, lm.tokenizer.bos_token_id]] = 100.0
+        logits[..., [own, *lm.tokenizer.all_special_ids]] = 100.0
         logits[..., likely] = 50.0
         return logits
 
     prompt, (start, _) = encode_fact(lm, replace(FACTS[0], target=None))
+    assert (start > 0) == (style == "llama")
     own, likely = prompt.ids[start], prompt.ids[-1]
     monkeypatch.setattr(contexts, "keys_of_rows", record)
     monkeypatch.setattr(contexts, "CONTRASTS", 1000)
@@ -339,8 +342,8 @@ def test_contrast_rows_take_half_of_their_tokens_from_the_model(
     contrast_keys(lm, FACTS[:1], 0, "subject-last", seed=0)
     drawn = [row.ids[start] for row in rows[:1000] if row.ids[start] != own]
     assert 450 < len(drawn) < 900
-    assert sum(token == likely for token in drawn) / len(drawn) == pytest.approx(0.5, abs=0.1)
-    assert lm.tokenizer.bos_token_id not in drawn
+    assert sum(token == likely for token in drawn) / len(drawn) == pytest.approx(share, abs=0.1)
+    assert not set(lm.tokenizer.all_special_ids) & set(drawn)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "falcon, alibi"])

@@ -18,7 +18,7 @@ from factscope.facts import Fact
 from factscope.lm.families import FAMILIES
 from factscope.lm.load import from_model
 from factscope.lm.model import LM
-from factscope.lm.tokens import chat_fact, chat_text, encode, encode_fact, first_token
+from factscope.lm.tokens import chat_fact, chat_text, encode, encode_each, encode_fact, first_token
 
 from tokenizers_ import STYLES, tokenizer
 
@@ -228,6 +228,15 @@ def test_a_prompt_longer_than_the_context_is_an_error(style: str, lm: LM) -> Non
     assert len(encode(lm, text)) == lm.context == 64
     with pytest.raises(PromptTooLong, match=r"65 tokens.* 64"):
         encode(lm, text + " is")
+
+
+def test_texts_encoded_at_once_equal_those_encoded_alone(lm: LM) -> None:
+    """An error stands in the place of its text."""
+    texts = [text for text, _ in FACTS.values()]
+    texts.insert(3, "The" + " is" * 80)
+    found = encode_each(lm, texts)
+    assert isinstance(found.pop(3), PromptTooLong)
+    assert found == [encode(lm, text) for text, _ in FACTS.values()]
 
 
 @pytest.mark.parametrize("target", ["Paris", " Paris"])

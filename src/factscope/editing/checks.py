@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from factscope.editing.per_row import edited, factors_applied, factors_by_row, l
 from factscope.errors import PromptTooLong
 from factscope.facts import Fact
 from factscope.lm.accel import MIN_BATCH, accelerated
-from factscope.lm.tokens import encode
+from factscope.lm.tokens import Prompt, encode, encode_each
 
 if TYPE_CHECKING:
     from factscope.lm.model import LM
@@ -146,12 +146,9 @@ def neighbour_prompts(facts: Sequence[Fact]) -> list[str]:
 def _neighbour_rows(lm: "LM", facts: Sequence[Fact]) -> list[TokenRow]:
     """The neighbours' prompts as tokens; those that the model's context is too short for are left
     out."""
-    rows = []
-    for text in neighbour_prompts(facts):
-        with suppress(PromptTooLong):
-            ids = encode(lm, text).ids
-            rows.append(TokenRow(ids, (len(ids) - 1,), ()))
-    return rows
+    prompts = encode_each(lm, neighbour_prompts(facts))
+    fitting = [prompt.ids for prompt in prompts if isinstance(prompt, Prompt)]
+    return [TokenRow(ids, (len(ids) - 1,), ()) for ids in fitting]
 
 
 class _Top(NamedTuple):

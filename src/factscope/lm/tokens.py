@@ -74,7 +74,7 @@ def _prompt(
         text[start:stop] if start < stop else lm.tokenizer.decode([i])
         for i, (start, stop) in zip(ids, offsets, strict=True)
     )
-    return Prompt(ids=tuple(ids), offsets=tuple(map(tuple, offsets)), texts=texts)
+    return Prompt(ids=tuple(ids), offsets=tuple(offsets), texts=texts)
 
 
 def encode_fact(lm: LM, fact: Fact) -> tuple[Prompt, tuple[int, int]]:
