@@ -19,6 +19,8 @@ the variant "before", without the first batch, which warms up. Every finished va
 the JSON file; a variant that has one is skipped, so a run that was cut goes on where it stopped.
 With `--same-values`, the first variant searches the values, and the others insert the same values:
 variants of ROME's update are then compared within seconds per record, without continued searches.
+With `--timing N`, the variants edit N batches in turn, the same ones, and nothing is scored: the
+table has the median time of an edit, and the median over batches of its ratio to the first variant.
 With `--records 501-600` only those of the slice are used, and `--show` joins several JSON files.
 `--against NAME` also prints the mean difference to a variant on the cases that both have, with
 95 % intervals of the paired differences.
@@ -110,7 +112,8 @@ NEIGHBOURS = {
 SPARING = {
     "plain": PLAIN,
     "contexts only": f"{PLAIN}+context_tolerance=0.3",
-    "contrast, no contexts": "method=default+context_tolerance=inf",
+    "contrast, no contexts": "method=default+contrast_tolerance=1.0+context_tolerance=inf",
+    "contrast 1": "method=default+contrast_tolerance=1.0",
     "contrast 3": "method=default+contrast_tolerance=3.0",
     "contrast 0.3": "method=default+contrast_tolerance=0.3",
 }
@@ -226,6 +229,34 @@ def edit_cases(
         if i or len(cases) <= batch:
             seconds, timed = seconds + time.perf_counter() - start, timed + len(part)
     return edits, seconds / timed
+
+
+def time_edits(
+    lm: LM, editors: dict[str, Any], batches: Sequence[Sequence[Case]]
+) -> dict[str, list[float]]:
+    """Seconds per edit of each editor in each batch but the first, which warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in editors}
+    for i, batch in enumerate(batches):
+        for name, editor in editors.items():
+            start = time.perf_counter()
+            editor.attempt(lm, [case.request for case in batch])
+            if i:
+                seconds[name].append((time.perf_counter() - start) / len(batch))
+        if i:
+            print({name: round(times[-1], 4) for name, times in seconds.items()}, flush=True)
+    return seconds
+
+
+def timing_table(seconds: dict[str, list[float]]) -> str:
+    """Medians and ranges as a Markdown table."""
+    first = np.array(next(iter(seconds.values())))
+    lines = ["| variant | seconds per edit | ratio | range |", "|---" * 4 + "|"]
+    for name, times in seconds.items():
+        ratios = np.array(times) / first
+        cells = [name, f"{np.median(times):.4f}", f"{np.median(ratios):.2f}",
+                 f"{ratios.min():.2f} to {ratios.max():.2f}"]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def search(lm: LM, editor: Rome, cases: Sequence[Case], batch: int) -> list[ValueResult]:
@@ -364,16 +395,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--same-values", action="store_true", help="search with the first variant only"
     )
+    parser.add_argument("--timing", type=int, metavar="N", help="only time N batches")
     parser.add_argument("--facts-per-edit", type=int, default=1, help="facts of one edit")
     parser.add_argument("--protect", type=Path, help="facts whose keys are protected")
     parser.add_argument("--against", help="also print differences to this variant")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no variant after this")
-    parser.add_argument("--json", type=Path, required=True, nargs="+", help="one file, or with "
+    parser.add_argument("--json", type=Path, default=[], nargs="+", help="one file, or with "
                         "--show several")  # fmt: skip
     parser.add_argument("--show", action="store_true", help="only print the tables of --json")
     args = parser.parse_args()
     if len(args.json) > 1 and not args.show:
         parser.error("several --json files need --show")
+    if not args.json and not args.timing:
+        parser.error("--json is needed")
     names = args.variants.split(";")
     only_rome = names != ["all"] and all(isinstance(variant(x)[0], Rome) for x in names)
     if args.same_values and not only_rome:
@@ -393,7 +427,6 @@ def main() -> None:
                     print(f"\n{differences(rows, args.against)}")
         return
 
-    [path] = args.json
     everything = list(read_cases(args.cases).cases)
     wanted = range(len(everything))[args.records or slice(None)]
     tuning = range(len(everything))[TUNE]
@@ -403,6 +436,13 @@ def main() -> None:
     names = args.variants.split(";")
     if names == ["all"]:
         names = ["before", "paper", *VARIANTS, "memit"]
+    if args.timing:
+        batches = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
+        editors = {name: with_statistics(lm, name, args) for name in names}
+        print(timing_table(time_edits(lm, editors, batches[: args.timing + 1])))
+        return
+
+    [path] = args.json
     done = {row["variant"] for row in rows_of(path, args.slice)}
     machine = torch.cuda.get_device_name() if lm.device.type == "cuda" else "CPU"
     print(f"{lm.name} on {machine}, {args.slice}, {len(cases)} cases", flush=True)
