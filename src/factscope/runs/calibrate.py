@@ -63,7 +63,7 @@ SHARES = {"rome": 0.55, "memit": 0.35, "ft-l": 0.1}
 CLAMPS = (1.0, 0.5, 2.0, 4.0, 0.25, 8.0)
 RATES = (0.25, 1.0, 0.1)
 MEMIT_RATES = (0.2, 0.5)
-CONTRAST_TOLERANCES = (1.0, "inf")
+CONTRAST_TOLERANCES = (3.0, "inf")
 DECAYS = (0.1, 0.001)
 WEIGHTS_PER_DIMENSION = (0.1, 0.01, 0.5, 3.0)
 """λ per dimension of a key (`editing.defaults.WEIGHT_PER_DIMENSION`)."""
