@@ -113,7 +113,7 @@ NOT_RUN = {
     "editing.md": 1,  # a data set from the hub
     "evaluating.md": 4,  # Ray, answers of people, whole recipes
     "paper.md": 22,  # the paper's models and data
-    "results.md": 14,  # hours on a GPU
+    "results.md": 16,  # hours on a GPU
     "serve.md": 2,  # a server does not return
     "start.md": 2,  # pip, files of the shell
     "tracing.md": 2,  # names to replace, data sets
