@@ -438,6 +438,8 @@ def main() -> None:
         names = ["before", "paper", *VARIANTS, "memit"]
     if args.timing:
         batches = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
+        if len(batches) < 2:
+            raise SystemExit(f"{len(cases)} cases are one batch, which warms up; lower --batch")
         editors = {name: with_statistics(lm, name, args) for name in names}
         print(timing_table(time_edits(lm, editors, batches[: args.timing + 1])))
         return

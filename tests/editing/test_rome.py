@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from factscope.editing import contexts
-from factscope.editing.contexts import (
+from factscope.editing import added_keys, contexts
+from factscope.editing.added_keys import (
     CONTRASTS,
     FIRST_TOKENS,
     SENTENCES,
-    ContextRow,
     contrast_keys,
-    edit_request,
-    keys_of_rows,
-    pad_rows,
     sentence_keys,
     sentences,
 )
+from factscope.editing.contexts import ContextRow, edit_request, keys_of_rows, pad_rows
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import raise_first_error
 from factscope.editing.reference import reference_rome
@@ -292,7 +289,7 @@ def test_contrast_rows_replace_only_the_beginning_of_the_subject(
         recorded.append(pad_rows(rows, lm.device))
         return keys_of_rows(lm, rows, layers)
 
-    monkeypatch.setattr(contexts, "keys_of_rows", record)
+    monkeypatch.setattr(added_keys, "keys_of_rows", record)
     for token in ("subject-last", "subject-first", "last"):
         recorded.clear()
         keys = contrast_keys(lm, FACTS, 0, token, seed=0)
@@ -336,8 +333,8 @@ def test_contrast_rows_take_half_of_their_tokens_from_the_model(
     prompt, (start, _) = encode_fact(lm, replace(FACTS[0], target=None))
     assert (start > 0) == (style == "llama")
     own, likely = prompt.ids[start], prompt.ids[-1]
-    monkeypatch.setattr(contexts, "keys_of_rows", record)
-    monkeypatch.setattr(contexts, "CONTRASTS", 1000)
+    monkeypatch.setattr(added_keys, "keys_of_rows", record)
+    monkeypatch.setattr(added_keys, "CONTRASTS", 1000)
     monkeypatch.setattr(LM, "head", predict)
     contrast_keys(lm, FACTS[:1], 0, "subject-last", seed=0)
     drawn = [row.ids[start] for row in rows[:1000] if row.ids[start] != own]

@@ -10,14 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from factscope.editing.contexts import (
-    ContextRow,
-    contrast_keys,
-    edit_request,
-    kl_row,
-    pad_rows,
-    sentence_keys,
-)
+from factscope.editing.added_keys import contrast_keys, sentence_keys
+from factscope.editing.contexts import ContextRow, edit_request, kl_row, pad_rows
 from factscope.editing.rome import EQUAL_KEYS, BoundRome
 from factscope.editing.settings import ValueSearch
 from factscope.editing.value_search import usual_norm

@@ -34,13 +34,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from factscope.editing.contexts import (
-    SENTENCES,
-    EditRequest,
-    contrast_keys,
-    resolve_prefixes,
-    sentence_keys,
-)
+from factscope.editing.added_keys import SENTENCES, contrast_keys, sentence_keys
+from factscope.editing.contexts import EditRequest, resolve_prefixes
 from factscope.editing.defaults import resolve_layer, resolve_second_moment, rome_defaults
 from factscope.editing.edit import Edit, LowRank
 from factscope.editing.editor import results_or_errors

@@ -198,14 +198,14 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         self,
         requests: Sequence[EditRequest],
         progress: Progress,
-        start: Sequence[ValueResult] | None = None,
+        earlier: Sequence[ValueResult] | None = None,
     ) -> list[ValueResult | FactscopeError]:
         # Requests of similar length share a batch; results in the order of the requests.
         order = sorted(range(len(requests)), key=lambda i: _suffix_length(requests[i]))
 
         def solve(batch: Sequence[int], progress: Progress) -> list[ValueResult | FactscopeError]:
-            first = None if start is None else [start[i] for i in batch]
-            return self._solve([requests[i] for i in batch], first, progress)
+            part = None if earlier is None else [earlier[i] for i in batch]
+            return self._solve([requests[i] for i in batch], part, progress)
 
         size = self.settings.facts_per_pass or _batch_size(self.lm, requests, self.layer)
         results = run_in_batches(order, size, solve, progress)
@@ -215,10 +215,10 @@ class BoundValueEditor(BoundEditor, Generic[S]):
     def _solve(
         self,
         requests: Sequence[EditRequest],
-        start: Sequence[ValueResult] | None,
+        earlier: Sequence[ValueResult] | None,
         progress: Progress,
     ) -> list[ValueResult | FactscopeError]:
-        """One batch."""
+        """One batch, from δ = 0 or from the results of an earlier search."""
         token = self.settings.token
         objective, keys, values = prepare_search(
             self.lm, requests, self.layer, self.site, token, self.search
@@ -226,16 +226,16 @@ class BoundValueEditor(BoundEditor, Generic[S]):
         if self.search.unit == "layer":
             norm = usual_norm(self.lm, self.layer, self.site, token)
             objective = replace(objective, norm=torch.full_like(objective.norm, norm))
-        if start is None:
-            first = None
+        if earlier is None:
+            start = None
             added = torch.cat([keys[:, :0], *self.added_keys(requests)], 1)
         else:
-            first = torch.stack([x.delta for x in start])
-            added = torch.stack([x.added for x in start])
+            start = torch.stack([x.delta for x in earlier])
+            added = torch.stack([x.added for x in earlier])
         if (scales := self.scales(keys, added)) is not None:
             objective = replace(objective, scale=scales.flatten().to(objective.scale))
         delta, losses = accelerated_search(
-            objective, lambda objective, make_step: minimise(objective, make_step, progress, first)
+            objective, lambda objective, make_step: minimise(objective, make_step, progress, start)
         )
         return [
             _failure(request.fact, by_step)

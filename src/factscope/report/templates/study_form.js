@@ -31,7 +31,7 @@ function restored() {
       return [];
     }
   };
-  const found = [() => localStorage.getItem(STORAGE_KEY), () => history.state].flatMap(read);
+  const found = [() => localStorage.getItem(STORAGE_KEY), () => history.state[STORAGE_KEY]].flatMap(read);
   return found.sort((a, b) => b.saves - a.saves)[0];
 }
 
@@ -45,7 +45,7 @@ function save() {
     $("trouble").hidden = false;
   }
   try {
-    history.replaceState(text, "");
+    history.replaceState({ [STORAGE_KEY]: text }, "");
   } catch {
     // Some browsers limit how often this may be called.
   }
